@@ -36,7 +36,6 @@ __all__ = [
     "curve_keys",
     "embed_note",
     "filter_select",
-    "headline_line",
     "help_text",
     "judgement_mark",
     "judgement_sign",
@@ -177,17 +176,9 @@ def judgement_mark(health: str) -> tuple[str, str]:
     return _JUDGEMENT_MARKS.get(health, _BAD_MARK)
 
 
-def headline_line(overview: wire.Overview | None, style: LineStyle | None = None) -> html.Div:
-    """The verdict on a run in one sentence, with the reasons in its tooltip."""
-    label = [run_label(style), " "] if style else []
-    if overview is None:
-        return verdict_line("unknown", [*label, "Not evaluated yet."])
-    return verdict_line(overview.health, [*label, overview.headline], title=overview.text)
-
-
-def verdict_line(health: str, said: Any, **more: Any) -> html.Div:
+def verdict_line(health: str, said: Any) -> html.Div:
     """A verdict behind the sign of a health."""
-    return html.Div([judgement_sign(health), html.Div(said)], className="verdict", **more)
+    return html.Div([judgement_sign(health), html.Div(said)], className="verdict")
 
 
 def judgement_sign(health: str) -> html.Span:
@@ -237,9 +228,7 @@ def embed_note(address: str, parts: Mapping[str, str]) -> html.Details:
         f'width="100%" height="{_EMBEDDED_PIXELS}" style="border: 0"></iframe>'
         for part, what in parts.items()
     ]
-    return html.Details(
-        [html.Summary("This in a page of yours"), html.Pre("\n".join(lines), tabIndex="0")], className="pandas"
-    )
+    return html.Details([html.Summary("Embed"), html.Pre("\n".join(lines), tabIndex="0")], className="pandas")
 
 
 def run_label(style: LineStyle, href: str | None = None) -> Any:

@@ -22,7 +22,7 @@ from collage_dashboard.components import over_steps
 from collage_dashboard.descriptions import STATE, count, describe, interval, share_text, state_key, value_text, when
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
 from collage_dashboard.number_downloads import file_stem
-from collage_dashboard.pages.comparison_content import comparison_table, judgement_lines
+from collage_dashboard.pages.comparison_content import comparison_table
 from collage_dashboard.pages.comparison_curves import (
     DEFAULT_METRIC,
     LOSS,
@@ -236,7 +236,7 @@ def _about_strategies(reader: Reader, run_ids: Sequence[str], left_out: int) -> 
     sections = [
         Section("Strategies", charts=costs, content=strategy_table(results)),
         Section("Curves", charts=curves, styles=styles),
-        Section("Runs", content=[judgement_lines(runs, overviews), comparison_table(runs, overviews)]),
+        Section("Runs", content=comparison_table(runs, overviews)),
     ]
     if counterfactual_cells(runs)[1]:
         sections.append(Section(content=counterfactual_table(runs)))

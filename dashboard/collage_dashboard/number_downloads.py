@@ -64,7 +64,7 @@ def pandas_note(reader: Reader, question: str) -> html.Details:
     code = (
         f'from collage_monitor.client import Client\n\nclient = Client("{server_url}", token)\nframe = {question}'
     )
-    return html.Details([html.Summary("These numbers in pandas"), html.Pre(code, tabIndex="0")], className="pandas")
+    return html.Details([html.Summary("Export to pandas"), html.Pre(code, tabIndex="0")], className="pandas")
 
 
 def frame_of(run_ids: Sequence[str] = (), filters: Mapping[str, str | None] = MappingProxyType({})) -> str:

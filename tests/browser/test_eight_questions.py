@@ -192,7 +192,7 @@ def test_what_happened_in_the_night(asker):
 
 
 def test_numbers_into_pandas(asker, server_url, runs):
-    asker.click(asker.page.get_by_text("These numbers in pandas"))
+    asker.click(asker.page.get_by_text("Export to pandas"))
     code = asker.page.locator(".pandas pre").inner_text()
     names = {"token": server_url[1].read_text().strip()}
     exec(code, names)

@@ -222,7 +222,7 @@ def test_a_page_says_its_answer_before_any_script_has_run(browser, dashboard_url
     page.locator(".numbers-line", has_text="Validation loss").wait_for()
     page.goto(f"{dashboard_url}/compare?run=run-plain&run=run-plus")
     page.locator("#compare-strategies, .comparison-table", has_text="losing updates").first.wait_for()
-    page.locator(".rail", has_text="with a problem").wait_for()
+    page.locator(".rail", has_text="sick").wait_for()
     context.close()
 
 

@@ -67,7 +67,7 @@ def test_who_is_sick_where_and_since_when_stand_on_the_first_screen(laptop, watc
     page.wait_for_selector("#run-panel .hm image")
     assert page.url == f"{watched.url}/run/run-live-plain", "the worst live run"
     assert page.evaluate("history.length") <= 3
-    assert on_screen(page, page.locator(".rail h2")) == "39 runs, 19 with a problem"
+    assert on_screen(page, page.locator(".rail h2")) == "39 runs, 19 sick"
     first = page.locator(".rail li[data-run]").first
     assert re.search(r"\d\d\.\d %", on_screen(page, first)), "what it loses now"
     said = on_screen(page, page.locator(".answer .verdict"))

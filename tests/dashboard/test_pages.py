@@ -1,5 +1,6 @@
 """Pages laid out from a server's answers: what stands on them, what they say, and what they must not say."""
 
+import re
 import threading
 from urllib.parse import parse_qs, urlsplit
 
@@ -14,8 +15,8 @@ from collage_dashboard.pages.comparison_content import COLUMNS, comparison_table
 from collage_dashboard.pages.incident_content import body
 from collage_dashboard.pages.run import _at as run_at
 from collage_dashboard.pages.run_about import about
-from collage_dashboard.pages.run_content import SERIES, TABS, draw, first_curves, head, panel, summary
-from collage_dashboard.pages.run_layers import keys_of_layers, layer_rows
+from collage_dashboard.pages.run_content import SERIES, TABS, draw, first_curves, head, panel, summary, tabs_of
+from collage_dashboard.pages.run_layers import keys_of_layers, layer_rows, map_style
 from collage_dashboard.pages.runs_content import compare_link, headline_of, rows
 from collage_dashboard.view import View, read_address
 
@@ -136,6 +137,19 @@ def test_a_run_page_says_each_fact_once_before_its_details(server, reader):
     assert [part.value for part in by_id(page, "run-tab").children[0].children] == list(TABS)
 
 
+def test_a_run_that_only_logs_shows_its_logs_and_one_line(server):
+    """It said three times that no step was measured, over an empty heatmap, table and histogram."""
+    run = msgspec.structs.replace(server.client().run("run-plain"), watch=None, latest={})
+    view, told = View(page="run", runs=("run-plain",)), wire.Overview(run_id="run-plain")
+    shown = [summary(run, told), panel(view, run), *first_curves(view, run)]
+    charts = [part.id for part in components(shown) if isinstance(getattr(part, "id", None), dict)]
+    assert {chart["metric"] for chart in charts if chart["type"] == "run-figure"} == set(run.scalars)
+    assert text(shown).count("Logs only: no optimizer is watched.") == 1
+    assert not re.search("measured|heatmap", text(shown))
+    assert list(tabs_of(run)) == ["layers", "about"]
+    assert map_style(view, run)
+
+
 def test_a_single_step_has_no_interval(server):
     run, overview = server.client().run("run-plain"), server.client().overview("run-plain")
     bounds = {"edq_ratio_low": 0.9, "edq_ratio_high": 0.92}
@@ -148,7 +162,8 @@ def test_a_single_step_has_no_interval(server):
 @pytest.mark.parametrize("tab", TABS)
 def test_every_tab_has_content_and_every_figure_of_it_draws(server, reader, tab):
     view = View(page="run", runs=("run-plain",), tab=tab)
-    content = [panel(view, server.client().run("run-plain")), *first_curves(view)]
+    run = server.client().run("run-plain")
+    content = [panel(view, run), *first_curves(view, run)]
     ids = [part.id for part in components(content) if isinstance(getattr(part, "id", None), dict)]
     wanted = [entry for entry in ids if entry["type"] == "run-figure"]
     assert wanted or tab in {"about", "table"}
@@ -289,12 +304,14 @@ def test_a_slow_server_is_asked_less_often():
 
 def test_the_line_above_the_table_answers(server):
     """It said "6 runs, none of them live." of three that have a problem."""
-    assert headline_of(server.client().run_table()) == (
-        "2 of 6 runs have a problem; the worst is plain: loses 33.2 % of its updates. 1 is live."
+    said = headline_of(server.client().run_table())
+    assert " ".join(text(said).split()) == (
+        "2 of 6 runs are sick. Worst: plain (loses 33.2 % of its updates). 1 live ."
     )
-    assert headline_of(server.client().run_table(q="plus")) == "The run is healthy. None is live."
+    assert [part.href for part in said if not isinstance(part, str)] == ["/run/run-plain", "/runs?state=running"]
+    assert headline_of(server.client().run_table(q="plus")) == ["The run is healthy."]
     nothing = wire.RunTable(rows=[], total=2, live={}, healths={"unknown": 2})
-    assert headline_of(nothing) == "No problem is known of 2 runs, 0 of them healthy. None is live."
+    assert headline_of(nothing) == ["No problem is known of 2 runs, 0 of them healthy."]
 
 
 @pytest.mark.parametrize(

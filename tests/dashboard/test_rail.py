@@ -17,7 +17,7 @@ def entries(shown):
 
 def test_the_gravest_stand_first_with_what_they_lose_now_and_live_ones_are_marked(reader):
     shown, told = rail(View(page="run", runs=("run-plain",)), reader)
-    assert text(shown[0]) == "6 runs, 2 with a problem 1 live Table"
+    assert text(shown[0]) == "6 runs, 2 sick 1 live Table"
     found = dict(entries(shown))
     assert list(found)[:2] == ["run-plain", "run-light"], "losing updates before stuck states"
     assert found["run-plain"] == "! plain Plain · bfloat16 33.2 %"

@@ -43,12 +43,12 @@ def assert_now(about: About, text: str) -> None:
 # --- The table of runs, and a run's head ---
 
 
-@says(rf"{NUMBER} of {NUMBER} runs have a problem")
+@says(rf"{NUMBER} of {NUMBER} runs are sick")
 def how_many_are_sick(about: About, sick: str, of: str) -> None:
     assert (int(sick), int(of)) == (len(about.sick), len(about.runs))
 
 
-@says(r"the worst is (.+?): (.+)")
+@says(r"worst: (.+?) \((.+)\)")
 def the_worst(about: About, name: str, clause: str) -> None:
     assert name in about.sick
     about.run = about.runs[name]
@@ -161,13 +161,13 @@ def use_one_of(about: About, titles: str, smallest: str, size: str) -> None:
 
 
 @says(rf"loss {SIGNED} against (.+?)(?: \(95 %: {SIGNED} to {SIGNED}, (\d+) seeds\)|, one run each)")
-def loss_against(about: About, loss: str, reference: str, *sure: str | None) -> None:
+def loss_against(about: About, loss: str, reference: str, *sure: str) -> None:
     fit = min(fitting(about), key=lambda one: one.mean_of("bytes_per_parameter"))
     gap, half, pairs = fit.gap(reference_of(about))
     assert_shown(loss, gap)
     assert reference == reference_of(about).title
     if half is None:
-        assert sure == (None, None, None)
+        assert not any(sure)
     else:
         for text, end in zip(sure[:2], (gap - half, gap + half), strict=True):
             assert_shown(text, end)

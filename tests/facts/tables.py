@@ -97,7 +97,6 @@ OF_RUNS: dict[str, Cell] = {
     "Training loss": _mean_of_last("loss"),
     "EDQ": _metric("edq_ratio"),
     "Oracle EDQ": _metric("edq_oracle_ratio"),
-    "Oracle displacement": _metric("oracle_displacement_ratio"),
     "State decrement": _state,
     "Updates lost": _metric("lost_update_ratio"),
     "Bytes per parameter": _scalar("bytes_per_parameter"),
@@ -153,6 +152,8 @@ def _check_runs(about: About, table: Table) -> None:
                 assert about.the_run in about.strategies[told].runs
             elif head in {"What is said of it", "Judgement"}:
                 check_text(about, told)
+            elif head == "Verdict":
+                assert told.startswith("✓") == (about.the_run.created.name not in about.sick)
             elif head == "Over":
                 check_text(about, f"over {told}")
             elif head != "State":

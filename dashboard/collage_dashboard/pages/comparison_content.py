@@ -1,4 +1,4 @@
-"""The comparison in numbers: cards and one sentence per run from the stored overviews, and the table with scalars.
+"""The comparison in numbers: the table of runs, with their verdicts from the stored overviews.
 
 `comparison.py` fetches and calls it; it asks no server itself (`tests/dashboard/test_pages.py`).
 """
@@ -12,7 +12,7 @@ import dash_mantine_components as dmc
 import msgspec
 from dash import html
 
-from collage_dashboard.components import headline_line, over_steps, run_label
+from collage_dashboard.components import judgement_sign, over_steps, run_label
 from collage_dashboard.descriptions import count, describe, interval, number, state_key, value_text
 from collage_dashboard.figures.series import series_of
 from collage_dashboard.run_styles import LineStyle, NamedRun, is_stochastic, strategy_title, styles_of
@@ -26,17 +26,13 @@ __all__ = [
     "RunNames",
     "comparison_table",
     "curve_of",
-    "judgement_lines",
     "legend",
     "notes_on",
     "with_recent",
 ]
 
 Overviews = Mapping[str, wire.Overview]
-RECENT: Final = (
-    "Covers each run's recent past: its last 32 or more measured steps, or those since its last change. "
-    "The verdict rests on them."
-)
+RECENT: Final = "Last 32 measured steps or more, or those since the last change, on which the verdict rests."
 _PICKABLE: Final = 50
 
 
@@ -45,14 +41,6 @@ class LoggedRun(NamedRun, Protocol):
 
     @property
     def scalars(self) -> dict[str, wire.LoggedScalar]: ...
-
-
-def judgement_lines(runs: Sequence[NamedRun], overviews: Overviews) -> html.Div:
-    """A sentence about each run: its recent past, what is wrong, where and since when."""
-    lines = [
-        headline_line(overviews.get(run.run_id), style) for run, style in zip(runs, styles_of(runs), strict=True)
-    ]
-    return html.Div(lines, style={"marginTop": "16px"})
 
 
 def legend(styles: Sequence[LineStyle]) -> list[Any]:
@@ -81,17 +69,25 @@ def with_recent(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> list[
 def comparison_table(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> dmc.Paper:
     """Everything that the runs are compared by; measured numbers are over each run's recent past."""
     runs = with_recent(runs, overviews)
-    heads = ["Run", "Strategy", "Over", *column_heads(COLUMNS)]
+    heads = ["Run", "Verdict", "Strategy", "Over", *column_heads(COLUMNS)]
     rows = [
         [
             run_label(style, run_address(run.run_id)),
+            _verdict(overviews.get(run.run_id)),
             strategy_title(run.strategy, run.dtype),
             over_steps(overviews.get(run.run_id)).removeprefix("over "),
             *column_cells(COLUMNS, run),
         ]
         for run, style in zip(runs, styles_of(runs), strict=True)
     ]
-    return wide_table(heads, rows, "Compared numbers", notes_on(runs), texts=(1, 2))
+    return wide_table(heads, rows, "Compared numbers", notes_on(runs), texts=(1, 2, 3))
+
+
+def _verdict(overview: wire.Overview | None) -> html.Span:
+    """What is wrong with a run, in a few words; the sentence on hover."""
+    if overview is None:
+        return html.Span("not evaluated yet")
+    return html.Span([judgement_sign(overview.health), overview.short], title=overview.headline)
 
 
 def _measured(numbers: Mapping[str, wire.Number | None], key: str) -> Cell:
@@ -132,8 +128,6 @@ def notes_on(runs: Sequence[wire.ComparedRun]) -> str:
     notes = [f"{RECENT} Small print is the 95 % interval."]
     if any(is_stochastic(run.strategy) for run in runs):
         notes.append("The share lost in one step misjudges stochastic rounding, whose updates arrive on average.")
-    if len({run.merged.get("oracle_steps") for run in runs if run.merged.get("oracle_steps") is not None}) > 1:
-        notes.append("Oracle displacements cannot be compared: they were read after different numbers of steps.")
     return " ".join(notes)
 
 
@@ -147,7 +141,6 @@ COLUMNS: Final = (
     Column("Training loss", "The newest logged value.", _scalar("loss")),
     _column("EDQ", "edq_ratio", _merged("edq_ratio")),
     _column("Oracle EDQ", "edq_oracle_ratio", _merged("edq_oracle_ratio")),
-    _column("Oracle displacement", "oracle_displacement_ratio", _merged("oracle_displacement_ratio")),
     _column("State decrement", "state_decrement_ratio/exp_avg_sq", _state),
     _column("Updates lost", "lost_update_ratio", _merged("lost_update_ratio")),
     _column("Bytes per parameter", "bytes_per_parameter", lambda run: (_scalar("bytes_per_parameter")(run)[0], "")),

@@ -165,7 +165,7 @@ def _names(reader: Reader, run_ids: Sequence[str]) -> dict[str, str]:
 def _about_run(view: View, names: Mapping[str, str]) -> list[Any]:
     """The requested run, and a link to all incidents."""
     if not view.runs:
-        return ["This list covers all runs and the server."]
+        return []
     return [f"Only {names.get(view.runs[0], view.runs[0])}. ", html.A("Show all", href="/incidents")]
 
 
@@ -180,8 +180,8 @@ def _choices(name: str, shown: Sequence[wire.Incident], filters: wire.RunFilters
 def _content(found: Sequence[wire.IncidentPage], names: Mapping[str, str], view: View) -> list[Any]:
     shown = _shown(found)
     if not shown:
-        text = "No alert has fired here. That does not prove health: an alert sees only what it was made for."
-        return [html.P(text, className="headline")]
+        runs = dcc.Link("Runs", href="/runs")
+        return [html.P(["No alert has fired here. ", runs, " shows which are judged sick."], className="headline")]
     firing = [one for one in shown if one.state == "firing"]
     ended = [one for one in shown if one.state != "firing"]
     untaken = sum(one.acknowledged_by is None for one in firing)

@@ -83,7 +83,7 @@ def rail(view: View, reader: Reader) -> tuple[list[Any], dict[str, Any]]:
     sick = sick_in(table)
     live = sum(table.live.values())
     head = [
-        html.H2(f"{table.total:,} {'run' if table.total == 1 else 'runs'}, {sick:,} with a problem"),
+        html.H2(f"{table.total:,} {'run' if table.total == 1 else 'runs'}, {sick:,} sick"),
         html.Span(f"{live:,} live", className="quiet"),
         *_groups(table.rows),
         dcc.Link("Table", href="/runs", title="All runs in a table: filters, columns, groups, tags, archive"),

@@ -51,12 +51,12 @@ from collage_dashboard.pages.before_after import (
 )
 from collage_dashboard.pages.run_about import register_writing
 from collage_dashboard.pages.run_content import (
-    TABS,
     draw,
     first_curves,
     head,
     panel,
     summary,
+    tabs_of,
 )
 from collage_dashboard.pages.run_curves import MARK_KEYS, WHOLE_MODEL, curve_controls
 from collage_dashboard.pages.run_layers import (
@@ -112,9 +112,9 @@ def layout(view: View, reader: Reader) -> html.Div:
     change = picked_change(view, run, reader)
     tabs = dmc.Tabs(
         [
-            dmc.TabsList([dmc.TabsTab(title, value=name) for name, title in TABS.items()]),
+            dmc.TabsList([dmc.TabsTab(title, value=name) for name, title in tabs_of(run).items()]),
             # Empty panels: each tab must name one, but its content is below the controls.
-            *(dmc.TabsPanel("", value=name) for name in TABS),
+            *(dmc.TabsPanel("", value=name) for name in tabs_of(run)),
         ],
         id="run-tab",
         value=view.tab,
@@ -141,9 +141,12 @@ def layout(view: View, reader: Reader) -> html.Div:
                 className="tabs-line",
             ),
             html.Div(
-                first_curves(view), id="run-stack", className="three", **curve_keys("Curves of the run", MARK_KEYS)
+                first_curves(view, run),
+                id="run-stack",
+                className="three",
+                **curve_keys("Curves of the run", MARK_KEYS),
             ),
-            html.Div(map_control(view, run), id="run-map-controls", style=map_style(view)),
+            html.Div(map_control(view, run), id="run-map-controls", style=map_style(view, run)),
             html.Div([html.Div(panel(view, run), id="run-panel"), *part("run-layer-place")], className="beside"),
             *part("run-change", change, asked_of(view, revision, CHANGED_BY)),
             html.Div(marks_in_words(story.marks), id="run-marks"),
@@ -276,13 +279,13 @@ def _register_frame(app: dash.Dash, reader: Reader) -> None:
         """The frame of a tab; while the server is away, by what the page knew of the run when it was opened."""
         view = view_of(shown)
         wanted, children = _framed(view), no_update
-        curves = no_update if wanted[0] == known[0] else first_curves(view)
+        curves = no_update if wanted[0] == known[0] else first_curves(view, run_of(record))
         if wanted != known:
             try:
                 children = panel(view, reader.ask(lambda client: client.run(view.runs[0])))
             except CollageError:
                 children = panel(view, run_of(record))
-        return curves, children, wanted, map_style(view), shown_style(view)
+        return curves, children, wanted, map_style(view, run_of(record)), shown_style(view)
 
 
 def _framed(view: View) -> list[str]:
@@ -383,14 +386,13 @@ def _revision(row: wire.RunRow | None, story: Story) -> dict[str, Any]:
 
 
 def _judged(row: wire.RunRow | None) -> dict[str, Any]:
-    """A revision that changes with the run's overview; the first step with its present EDQ, and the first step of
-    its recent past.
+    """A revision that changes with the run's overview; the first and the last step of its recent past.
 
     Charts change as soon as something is reported, the overview a moment later: apart, neither is asked for twice.
     """
     said = row.overview if row else None
     if row is None or said is None:
-        return {"at": str(row and row.updated_at), "failed": False, "since": None, "first": None}
+        return {"at": str(row and row.updated_at), "failed": False, "first": None, "last": None}
     newest = row.last_step if said.last_step is None else None
     at = digest(f"{row.state} {row.changed_at} {newest} {said}")
-    return {"at": at, "failed": False, "since": said.since, "first": said.first_step}
+    return {"at": at, "failed": False, "first": said.first_step, "last": said.last_step}

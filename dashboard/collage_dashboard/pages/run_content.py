@@ -41,7 +41,7 @@ from collage_dashboard.number_downloads import numbers_address
 from collage_dashboard.pages.before_after import picked_marks
 from collage_dashboard.pages.run_about import about
 from collage_dashboard.pages.run_curves import FIRST, FIRST_PIXELS, draw_curve, series_between
-from collage_dashboard.pages.run_layers import DEFAULT_METRIC, layer_table
+from collage_dashboard.pages.run_layers import DEFAULT_METRIC, layer_table, logs_only
 from collage_dashboard.pages.run_marks import Story
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
@@ -49,7 +49,7 @@ from collage_dashboard.view import Tab, View, write_address
 from collage_dashboard.zoom import Steps, steps_within, with_zoom
 from collage_monitor import wire
 from collage_monitor.errors import NotAuthorised, ServerRefusal
-from collage_monitor.metrics import split_key
+from collage_monitor.metrics import SCALARS, split_key
 
 __all__ = [
     "SERIES",
@@ -59,6 +59,7 @@ __all__ = [
     "head",
     "panel",
     "summary",
+    "tabs_of",
 ]
 
 
@@ -97,10 +98,14 @@ def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
         numbers.append(_number(key, number(loss.value), f"at step {loss.step:,}"))
     over = f"{over_steps(overview)}{', 95 % interval' if any(bounds.values()) else ''}"
     why = menu("Why", html.P(overview.text, className="reasons"))
-    said = verdict_line(overview.health, overview.headline)
+    if logs_only(run):
+        said = "Logs only: no optimizer is watched. collage_agent.watch(model, optimizer) tells what updates do."
+        answer = html.Div(verdict_line("unknown", said), className="answer")
+        return html.Div([answer, html.Div(numbers, className="numbers-line")])
+    verdict = verdict_line(overview.health, overview.headline)
     return html.Div(
         [
-            html.Div([said, html.Div([*_to_try(run, overview), why], className="actions")], className="answer"),
+            html.Div([verdict, html.Div([*_to_try(run, overview), why], className="actions")], className="answer"),
             html.Div([*numbers, html.Div(over, className="quiet")], className="numbers-line"),
         ]
     )
@@ -180,10 +185,18 @@ SERIES: Final[dict[Tab, tuple[str, ...]]] = {
 _UNKNOWN: Final = Story()
 
 
+def tabs_of(run: wire.Run) -> dict[Tab, str]:
+    """The tabs that have something to show, by name."""
+    return {name: TABS[name] for name in ("layers", "about")} if logs_only(run) else TABS
+
+
 def panel(view: View, run: wire.Run) -> Any:
     """The content of the view's tab."""
     if view.tab == "about":
         return about(run)
+    if logs_only(run):
+        named = sorted(run.scalars, key=lambda key: (key not in SCALARS, key))
+        return html.Div([_card("series", key) for key in named], className="charts")
     strategy = _strategy(run)
     if view.tab == "layers":
         metric = view.metric or DEFAULT_METRIC
@@ -220,9 +233,10 @@ def _states_first(key: str) -> tuple[bool, str]:
     return split_key(key)[0] != STATE, key
 
 
-def first_curves(view: View) -> list[Any]:
+def first_curves(view: View, run: wire.Run) -> list[Any]:
     """Loss, EDQ and updates lost, on the scales that they have in every run; above the heatmap alone."""
-    return [_card("first", key, height=FIRST_PIXELS) for key in FIRST] if view.tab == "layers" else []
+    shown = view.tab == "layers" and not logs_only(run)
+    return [_card("first", key, height=FIRST_PIXELS) for key in FIRST] if shown else []
 
 
 def _card(

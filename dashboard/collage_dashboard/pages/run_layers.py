@@ -39,6 +39,7 @@ __all__ = [
     "layer_rows",
     "layer_stores",
     "layer_table",
+    "logs_only",
     "map_control",
     "map_style",
     "register_layers",
@@ -169,9 +170,14 @@ def map_control(view: View, run: wire.Run) -> Any:
     return select("run-metric", "Heatmap of", offered, chosen, searchable=True, allowDeselect=False, w=220)
 
 
-def map_style(view: View) -> dict[str, str]:
+def map_style(view: View, run: wire.Run) -> dict[str, str]:
     """The choice of its metric stands where the heatmap does."""
-    return {} if view.tab == "layers" else {"display": "none"}
+    return {} if view.tab == "layers" and not logs_only(run) else {"display": "none"}
+
+
+def logs_only(run: wire.Run) -> bool:
+    """Whether nothing but logged scalars is known of the run: it watches no optimizer."""
+    return run.watch is None and not run.latest and bool(run.scalars)
 
 
 _MOST_ROWS: Final = 1000
@@ -325,7 +331,8 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         if found == known:
             raise dash.exceptions.PreventUpdate
         most = f" The {_MOST_ROWS:,} that lose the most." if len(rows) == _MOST_ROWS else ""
-        over = "Over the whole run" if judged["first"] is None else f"From step {judged['first']:,} on"
+        ends = [judged[name] for name in ("first", "last")]
+        over = "The whole run" if None in ends else f"Steps {ends[0]:,} to {ends[1]:,}"
         return rows, f"{over}.{most}", found
 
     clientside(app, "flow.keepKinds", Input("run-kinds", "data"), prevent_initial_call=False)

@@ -325,7 +325,7 @@ def _nothing(table: wire.RunTable, view: View, reader: Reader) -> Any:
 def _said(table: wire.RunTable, view: View) -> list[Any]:
     """The message of the table; if the filters leave nothing, a button that clears them."""
     if table.total or not _is_filtered(view):
-        return [headline_of(table)] if table.total else []
+        return headline_of(table) if table.total else []
     clear = clears("Clear filters", "runs", "q", "where", *FILTERS, className="textual")
     return ["No run matches these filters. ", clear]
 

@@ -168,18 +168,19 @@ def _differences(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[st
     return {name: own - its for name, (own, its) in pairs.items() if own is not None and its is not None}
 
 
-def headline_of(table: wire.RunTable) -> str:
-    """'3 of 6 runs have a problem; the worst is plain bfloat16: loses 57.6 % of its updates. 2 are live.'"""
-    live, sick = sum(table.live.values()), sick_in(table)
+def headline_of(table: wire.RunTable) -> list[Any]:
+    """'3 of 6 runs are sick. Worst: plain (loses 57.6 % of its updates). 2 live.' Worst and live are links."""
+    live, sick, healthy = sum(table.live.values()), sick_in(table), table.healths.get("healthy", 0)
     runs = f"{table.total:,} {'run' if table.total == 1 else 'runs'}"
-    told = f"{live:,} {'is' if live == 1 else 'are'} live." if live else "None is live."
+    # To another address of the page itself: a link of the application's would not be followed.
+    told: list[Any] = [" ", html.A(f"{live:,} live", href="/runs?state=running"), "."] if live else []
     if table.worst is not None and sick:
-        have = "has" if sick == 1 else "have"
-        return f"{sick:,} of {runs} {have} a problem; the worst is {table.worst.name}: {table.worst.short}. {told}"
-    healthy = table.healths.get("healthy", 0)
+        worst = dcc.Link(table.worst.name, href=run_address(table.worst.run_id))
+        are = f"{sick:,} of {runs} {'is' if sick == 1 else 'are'} sick."
+        return [f"{are} Worst: ", worst, f" ({table.worst.short}).", *told]
     if table.total and healthy == table.total:
-        return f"{'The run is' if table.total == 1 else f'All {runs} are'} healthy. {told}"
-    return f"No problem is known of {runs}, {healthy:,} of them healthy. {told}"
+        return [f"{'The run is' if table.total == 1 else f'All {runs} are'} healthy.", *told]
+    return [f"No problem is known of {runs}, {healthy:,} of them healthy.", *told]
 
 
 def sick_in(table: wire.RunTable) -> int:

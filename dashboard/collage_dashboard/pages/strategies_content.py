@@ -64,7 +64,7 @@ _COUNTERFACTUAL: Final = "counterfactual_edq_ratio"
 _NOISE: Final = "counterfactual_variance_ratio"
 _METHODS: Final = {
     "plain/bf16": "Plain, bf16",
-    "light/bf16": "A pair of bf16, as light's",
+    "light/bf16": "Pair of bf16",
     "stochastic/bf16": "Stochastic rounding, bf16",
     "plain/fp8": "Plain, fp8",
 }
@@ -158,18 +158,20 @@ def about_strategies(results: Sequence[StrategyResult]) -> str:
     return (
         "Means over a strategy's runs, ± the standard deviation of one; below the gap its 95 % interval. "
         "Runs of one strategy are its seeds where project and configuration agree but for the seed. "
-        "EDQ, updates lost and state decrement are over each run's recent past. " + _where_losses_stand(results)
+        "EDQ, updates lost and state decrement: each run's recent past. " + _where_losses_stand(results)
     )
 
 
 def counterfactual_table(runs: Sequence[wire.ComparedRun]) -> Any:
     """How much other strategies would have kept of each run's own steps; or why that is unknown."""
-    title = html.H2("The same steps, kept otherwise", className="card-title", title=describe(_COUNTERFACTUAL).help)
+    title = html.H2(
+        "What other storage would have kept", className="card-title", title=describe(_COUNTERFACTUAL).help
+    )
     heads, found = counterfactual_cells(runs)
     if not found:
         return _without_counterfactuals(title)
     rows = [[run_label(style), *map(cell_content, cells)] for style, cells in found]
-    return wide_table(heads, rows, "The same steps, kept otherwise", ABOUT_COUNTERFACTUALS, title=title)
+    return wide_table(heads, rows, "What other storage would have kept", ABOUT_COUNTERFACTUALS, title=title)
 
 
 def counterfactual_cells(runs: Sequence[wire.ComparedRun]) -> tuple[list[str], list[tuple[LineStyle, list[Cell]]]]:
@@ -192,22 +194,17 @@ def counterfactual_cells(runs: Sequence[wire.ComparedRun]) -> tuple[list[str], l
 
 _PREDICTED: Final = "predicted_plain_lost_ratio"
 ABOUT_COUNTERFACTUALS: Final = (
-    "The EDQ that each way of keeping the weights would have had on the run's own updates. About one step in a "
-    "hundred measures it. One run answers for all: an fp32 run tells if it can do "
-    "without its fp32 weights. "
-    "Stochastic rounding keeps 1 in the mean; its noise, in units of the update's square, stands below. Optimizer "
-    "states are not in it: light and plus keep their weights alike and differ in the second moment. Kahan's "
-    "compensation is not measured this way. The last column is the share of updates below half a gap. "
-    "All of it is over the whole run."
+    "The EDQ of other ways to keep the weights, on the run's own updates, at about one step in a hundred. So an "
+    "fp32 run tells if it needs its fp32 weights. Optimizer states and Kahan's compensation are not in it. "
+    "Stochastic rounding keeps 1 in the mean; below it stands its noise, in units of the update's square. "
+    "The last column is the share of updates below half a gap. All of it is over the whole run."
 )
 
 
 def _without_counterfactuals(title: Any) -> dmc.Paper:
     text = (
-        "Not measured in these runs. No option is needed: a watched run measures it at about one step in a "
-        "hundred, if the agent knows the intended update (with intent “before-after” it does not). Train for a "
-        "few hundred steps, or measure at steps divisible by 100: collage_agent.watch(model, optimizer, "
-        "every=10)."
+        "Not measured in these runs: it is at about one step in a hundred, if the agent knows the intended update. "
+        "Train for longer, or with collage_agent.watch(model, optimizer, every=10)."
     )
     return card(title, dmc.Text(text, size="sm", className="quiet", mt=8), mt=14)
 
