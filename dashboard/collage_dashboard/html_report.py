@@ -15,12 +15,11 @@ import plotly.graph_objects as go
 from flask import Flask, Response, request
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from plotly.io import to_html
-from plotly.offline import get_plotlyjs
 
 from collage_dashboard.components import over_steps
 from collage_dashboard.descriptions import STATE, count, describe, interval, share_text, state_key, value_text, when
-from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
+from collage_dashboard.figures.picture import picture
+from collage_dashboard.figures.style import strategy_colour
 from collage_dashboard.number_downloads import file_stem
 from collage_dashboard.pages.comparison_content import comparison_table
 from collage_dashboard.pages.comparison_curves import (
@@ -62,6 +61,7 @@ __all__ = ["file_name", "install_report", "report"]
 
 _MEASURED = ("edq_ratio", "lost_update_ratio")
 _LOGGED = ("validation_loss", "loss", "learning_rate")
+_CHART_PIXELS, _WIDE_PIXELS = 600.0, 1230.0
 
 
 Chart = tuple[str, Markup, bool]
@@ -88,7 +88,7 @@ class Section:
 def report(
     reader: Reader, run_ids: Sequence[str], left_out: int = 0, *, schedule: RateSchedule | None = None
 ) -> str:
-    """The report on one run, or the comparison of several, as HTML of about 5 MB, most of it Plotly.
+    """The report on one run, or the comparison of several, as HTML without a script; charts are SVG.
 
     It holds at most the first `MAXIMUM_RUNS` and says how many are left out; left_out: how many runs the caller has
     already left out.
@@ -143,11 +143,9 @@ def _about_run(reader: Reader, run_id: str, schedule: RateSchedule | None) -> st
     step = "no step yet" if run.last_step is None else f"step {count(run.last_step)}"
     curves = [key for key in _LOGGED if key in run.scalars]
     curves += [*_MEASURED, *sorted(key for key in run.latest if split_key(key)[0] == STATE)]
-    charts = [_chart(describe(key).title, draw("series", key, view, reader, story), key) for key in curves]
-    charts.append(_chart("Update size against the grid", draw("histogram", "", view, reader), "histogram"))
-    charts.append(
-        _chart("Updates lost by layer", draw("heatmap", "lost_update_ratio", view, reader), "heatmap", wide=True)
-    )
+    charts = [_chart(describe(key).title, draw("series", key, view, reader, story)) for key in curves]
+    charts.append(_chart("Update size against the grid", draw("histogram", "", view, reader)))
+    charts.append(_chart("Updates lost by layer", draw("heatmap", "lost_update_ratio", view, reader), wide=True))
     bounded = any(key.endswith("_low") for key in overview.numbers)
     over = f"{over_steps(overview).capitalize()}{', with 95 % intervals' if bounded else ''}."
     sections = [
@@ -224,13 +222,13 @@ def _about_strategies(reader: Reader, run_ids: Sequence[str], left_out: int) -> 
     by_run = lines_of(view, rows) == "run"
     styles = styles_of(runs) if by_run else strategy_styles(results)
     curves = [
-        _chart(describe(key).title, draw_curves(answers[key], key, view, () if by_run else results), key)
+        _chart(describe(key).title, draw_curves(answers[key], key, view, () if by_run else results))
         for key in metrics
     ]
     said = recommendation(results, left_out)
     overviews = {row.run_id: row.overview for row in rows if row.overview}
     costs = [
-        _chart(f"Loss against {describe(cost).title.lower()}", figure, cost)
+        _chart(f"Loss against {describe(cost).title.lower()}", figure)
         for cost, figure in zip(COSTS, cost_figures(results, said), strict=True)
     ]
     sections = [
@@ -241,20 +239,11 @@ def _about_strategies(reader: Reader, run_ids: Sequence[str], left_out: int) -> 
     if counterfactual_cells(runs)[1]:
         sections.append(Section(content=counterfactual_table(runs)))
     subtitle = f"{len(rows)} runs of {', '.join(dict.fromkeys(row.project for row in rows))}"
-    return _rendered("Strategies", subtitle, said.text, said.reasons, sections)
+    return _rendered("Strategies", subtitle, said.brief or said.text, [said.text, *said.reasons], sections)
 
 
-def _chart(title: str, figure: go.Figure, key: str, *, wide: bool = False) -> Chart:
-    identifier = re.sub(r"[^a-z0-9]+", "-", key.lower())
-    drawn = to_html(
-        figure,
-        include_plotlyjs=False,
-        full_html=False,
-        config={**GRAPH_CONFIG, "responsive": True},
-        div_id=f"chart-{identifier}",
-        default_height=f"{figure.layout.height}px",
-    )
-    return title, Markup(drawn), wide
+def _chart(title: str, figure: go.Figure, *, wide: bool = False) -> Chart:
+    return title, Markup(picture(figure, title, _WIDE_PIXELS if wide else _CHART_PIXELS)), wide
 
 
 def _rendered(title: str, subtitle: str, answer: str, reasons: Iterable[str], sections: Sequence[Section]) -> str:
@@ -267,7 +256,6 @@ def _rendered(title: str, subtitle: str, answer: str, reasons: Iterable[str], se
         answer=answer,
         reasons=[reason for reason in reasons if reason and reason != answer],
         sections=sections,
-        plotly=Markup(get_plotlyjs()),
         limits=CAVEATS,
         written=when(time.time()),
         version=__version__,

@@ -45,7 +45,7 @@ def main(demo, only, diary):
             until(lambda: all(row.overview for row in client.run_table().rows), "the evaluation of all runs")
             pages = _pages(client, url)
             pages["sign-in"] = (guarded, "input[type=password]")
-            pages["report"] = (_report(pages["run"][0].rpartition("/")[2], look, folder), ".barlayer .point")
+            pages["report"] = (_report(pages["run"][0].rpartition("/")[2], look, folder), ".chart svg rect")
             browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
             for name, (address, there) in pages.items():
                 if only in {None, name}:

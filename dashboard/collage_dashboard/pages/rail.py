@@ -30,7 +30,7 @@ from collage_dashboard.view import (
 )
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.diagnosis import GRAVITY
+from collage_monitor.diagnosis import gravity
 
 __all__ = ["BESIDE", "first_view", "newest_answer", "rail", "register_rail"]
 
@@ -109,11 +109,10 @@ def _groups(rows: Sequence[wire.RunRow]) -> list[Any]:
 
 def _by_gravity(rows: Sequence[wire.RunRow]) -> list[wire.RunRow]:
     """Those with the gravest verdict first, of these those that lose the most now."""
-    order: dict[str, int] = {health: place for place, health in enumerate((*GRAVITY, "unknown", "healthy"))}
 
     def place(run: wire.RunRow) -> tuple[int, float]:
         health = run.overview.health if run.overview else "unknown"
-        return order.get(health, len(order)), -(finite(_lost_now(run)) or 0.0)
+        return gravity(health), -(finite(_lost_now(run)) or 0.0)
 
     return sorted(rows, key=place)
 
