@@ -1,14 +1,27 @@
-"""Text for the terminal: names that cannot steer it, numbers, times, tables."""
+"""Text for the terminal: names that cannot steer it, numbers, times, tables, and colours where it has them."""
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-__all__ = ["clock", "number", "printable", "table"]
+import click
+
+from collage_monitor import wire
+from collage_monitor.diagnosis import percent
+from collage_monitor.metrics import METRICS, split_key
+
+__all__ = ["clock", "coloured", "cut", "number", "printable", "table", "value_text"]
 
 _DIGITS: Final = 6
+_NAME: Final = 28
+"""Characters that a table shows of a name."""
+_NUMBER: Final = re.compile(r"-|[<>] [\d.]+ %|[-\d.,e+]+( %)?|nan|-?inf")
+_COLOURS: Final = {"healthy": "green", "unknown": "yellow"}
 
 
 def printable(text: str) -> str:
@@ -21,6 +34,33 @@ def number(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}g}"
 
 
+def value_text(key: str, value: wire.Number | None) -> str:
+    """The value of a metric or scalar as the pages write it: shares in percent, a ratio that should be 1 with three
+    decimals, others with four digits."""
+    if value is None:
+        return "-"
+    plain, metric = wire.from_number(value), METRICS.get(split_key(key)[0])
+    if math.isfinite(plain) and metric is not None and metric.unit == "share":
+        return percent(plain)
+    if key == "bytes_per_parameter":
+        return f"{plain:.3g}"
+    if metric is not None and metric.unit == "ratio" and metric.ideal == 1.0 and abs(plain) < 1e4:
+        return f"{plain:.3f}"
+    return f"{plain:,.0f}" if 1e3 <= abs(plain) < 1e7 else f"{plain:#.4g}"
+
+
+def cut(name: str) -> str:
+    """A name without its middle, if it is long: names of runs differ at their ends."""
+    half = _NAME // 2
+    return name if len(name) <= _NAME else f"{name[: half - 1]}…{name[-half:]}"
+
+
+def coloured(text: str, health: str) -> str:
+    """Text in the colour of a health, unless NO_COLOR is set; `click.echo` leaves colours out of what is no
+    terminal."""
+    return text if os.environ.get("NO_COLOR") else click.style(text, fg=_COLOURS.get(health, "red"))
+
+
 def clock(seconds: float) -> str:
     """A time, in seconds since 1970, to the minute."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -30,7 +70,7 @@ def table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Rows in columns below their names; columns of numbers to the right."""
     cells = [[printable(name) for name in names], *([_cell(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    right = [any(isinstance(row[place], int | float) for row in rows) for place in range(len(names))]
+    right = [all(map(_NUMBER.fullmatch, column[1:])) and len(column) > 1 for column in zip(*cells, strict=True)]
     lines = (
         "  ".join(
             cell.rjust(width) if to_right else cell.ljust(width)

@@ -38,6 +38,7 @@ from collage_monitor.diagnosis.words import (
     NO_PROBLEM,
     WORDS_VERSION,
     Health,
+    gravity,
     oracle_reach,
     percent,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "EDQ_TOLERANCE",
     "Evidence",
     "GRAVITY",
+    "gravity",
     "Health",
     "History",
     "LAYER_LOST",

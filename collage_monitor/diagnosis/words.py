@@ -16,6 +16,7 @@ from collage_monitor.wire.overview import NO_PROBLEM
 __all__ = [
     "CAVEATS",
     "GRAVITY",
+    "gravity",
     "Health",
     "NO_PROBLEM",
     "WORDS_VERSION",
@@ -51,6 +52,7 @@ GRAVITY: Final[tuple[Health, ...]] = (
     "average is off",
 )
 """Bad words, the gravest first."""
+_PLACES: Final[dict[str, int]] = {word: place for place, word in enumerate((*GRAVITY, "unknown", "healthy"))}
 _NEARLY_ALL: Final = 0.995
 _NAMED_BY_GROUP: Final = re.compile(r"(optimizer\d+\.)?group\d+\.\d+")
 CAVEATS: Final = (
@@ -86,6 +88,11 @@ def sentence(text: str) -> str:
     """With a capital, except where it begins with a name of the code's, and a full stop."""
     named = "_" in text.split(" ", 1)[0]
     return f"{text if named else text[:1].upper() + text[1:]}."
+
+
+def gravity(health: str) -> int:
+    """The place of a health when the gravest come first; a word of another version comes last."""
+    return _PLACES.get(health, len(_PLACES))
 
 
 def percent(share: float) -> str:

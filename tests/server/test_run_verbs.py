@@ -12,7 +12,10 @@ from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.command import root
 from collage_monitor.command import server as verbs
+from collage_monitor.command.terminal import coloured, value_text
+from collage_monitor.diagnosis import percent
 from collage_monitor.local import find_token, read_login, server_address
+from collage_monitor.metrics import is_metric
 
 pytestmark = pytest.mark.slow
 
@@ -48,21 +51,34 @@ def call(server, monkeypatch, asked):
 
 
 def rows_of(result):
-    return [line for line in result.stdout.splitlines() if line.startswith("01")]
+    """The ids of the runs that a table shows."""
+    found = [line.split()[-1] for line in result.stdout.splitlines() if line[:2] in {"✓ ", "? ", "! "}]
+    return [run for run in found if run.startswith("01")]
 
 
-def test_list_says_health_project_and_date_and_what_its_numbers_are_of(call, server):
+def test_list_says_who_is_sick_where_and_since_when(call, server):
     for run in ("01AB-one", "01AB-two", "01CD-three"):
         server.get(f"/runs/{run}/overview")
     result = call("list")
-    assert result.stdout.split()[:5] == ["run_id", "name", "project", "strategy", "health"]
-    rows = {line.split()[0]: line for line in rows_of(result)}
-    assert len(rows) == 4
+    said, head, *rows = result.stdout.splitlines()
+    assert said == "3 of 4 runs are sick."
+    assert head.split() == ["name", "strategy", "verdict", "worst", "layer", "since", "lost", "EDQ", "step", "run"]
+    assert [row[0] for row in rows[:4]] == ["!", "!", "!", "?"], "those with a problem come first"
     overview = server.get("/runs/01AB-one/overview", wire.Overview)
-    for word in ("plain bf16", " p ", overview.health, f"{overview.numbers['edq_ratio']:.4g}", "2023-11-14 "):
-        assert word in rows["01AB-one"], word
-    assert f"{overview.first_step} to {overview.last_step}" in rows["01AB-one"]
-    assert "cover the steps under `judged over`" in result.stdout
+    row = next(row for row in rows if row.endswith("01AB-one"))
+    told = ("plain bf16", overview.short, overview.worst[0].layer, f"{overview.numbers['edq_ratio']:.3f}")
+    for word in (*told, percent(overview.numbers["lost_update_ratio"])):
+        assert word in row, word
+    assert rows[-1].startswith("`collage-monitor show 01")
+
+
+def test_names_are_cut_in_the_middle_and_many_runs_fit_a_screen(call, server):
+    for seed in range(30):
+        server.run(f"01EE-{seed:02}", name=f"split-master-bfloat16-learning-rate-3e-4-seed-{seed:02}")
+    lines = call("list").stdout.splitlines()
+    assert len(lines) <= 25
+    assert sum(line.startswith("? split-master-…e-3e-4-seed-") for line in lines) == 16, "four others come first"
+    assert "14 more; --limit shows more of them" in lines
 
 
 @pytest.mark.parametrize(
@@ -75,16 +91,16 @@ def test_list_says_health_project_and_date_and_what_its_numbers_are_of(call, ser
     ],
 )
 def test_list_takes_filters(call, filters, found):
-    assert [line.split()[0] for line in rows_of(call("list", *filters))] == found
+    assert rows_of(call("list", *filters)) == found
 
 
 def test_list_filters_by_health_and_says_when_nothing_is_left(call, server):
     alike = ["01AB-one", "01AB-two", "01CD-three"]
     (health,) = {server.get(f"/runs/{run}/overview", wire.Overview).health for run in alike}
-    assert sorted(line.split()[0] for line in rows_of(call("list", "--health", health))) == alike
+    assert sorted(rows_of(call("list", "--health", health))) == alike
     assert " " in health
     hyphens = rows_of(call("list", "--health", health.replace(" ", "-")))
-    assert sorted(line.split()[0] for line in hyphens) == alike, "as `check --fail-if` writes the word"
+    assert sorted(hyphens) == alike, "as `check --fail-if` writes the word"
     assert call("list", "--health", "average is off").stdout == "no run has health average is off\n"
 
 
@@ -93,12 +109,43 @@ def test_show_takes_an_id_its_beginning_or_a_name_and_begins_with_the_judgement(
     said = server.get("/runs/01AB-one/overview", wire.Overview)
     lines = call("show", word).stdout.splitlines()
     assert lines[0] == f"plain bf16: {said.health}"
-    assert [line.strip() for line in lines[1:3]] == [said.headline, said.text]
-    assert f"Over the steps {said.first_step} to {said.last_step} that were judged:" in lines
-    (edq,) = [line for line in lines if line.split()[:1] == ["edq_ratio"]]
-    assert edq.split()[1] == f"{said.numbers['edq_ratio']:.4g}"
-    assert any(line.split()[:1] == ["loss"] and line.endswith("at step 50") for line in lines)
-    assert lines[-1].split()[0] == "embedding.weight", "three layers, the worst first"
+    assert lines[1].strip() == said.headline
+    assert len(lines) <= 25
+    assert any(line.split()[:4] == f"steps {said.first_step} to {said.last_step}".split() for line in lines)
+    (edq,) = [line for line in lines if line.startswith("EDQ ")]
+    assert edq.split()[1] == f"{said.numbers['edq_ratio']:.3f}"
+    assert "loss 3.500 at step 50" in lines
+    place = next(place for place, line in enumerate(lines) if line.startswith("worst layers"))
+    assert [line.split()[0] for line in lines[place + 1 :]] == [one.layer for one in said.worst]
+    everything = call("show", word, "--all").stdout
+    assert said.text in everything
+    assert all(f"  {key} " in everything for key in said.numbers if is_metric(key))
+
+
+def test_colours_are_a_terminals_and_no_color_leaves_them_out(call, monkeypatch):
+    assert "\x1b" not in call("show", "plain bf16").output, "no terminal"
+    told = coloured("healthy", "healthy")
+    assert told.startswith("\x1b[32m")
+    assert coloured("bad", "losing updates").startswith("\x1b[31m")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert coloured("healthy", "healthy") == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("lost_update_ratio", 0.4831, "48.3 %"),
+        ("lost_update_ratio", 7.774e-06, "< 0.01 %"),
+        ("edq_ratio", 1.0, "1.000"),
+        ("loss", 3.5, "3.500"),
+        ("tokens", 409600.0, "409,600"),
+        ("bytes_per_parameter", 12.0, "12"),
+        ("loss", "NaN", "nan"),
+        ("edq_ratio", None, "-"),
+    ],
+)
+def test_numbers_stand_as_the_pages_write_them(key, value, told):
+    assert value_text(key, value) == told
 
 
 def test_show_as_json_has_the_judgement_and_the_findings_by_key(call, server):
@@ -142,14 +189,15 @@ def test_a_name_that_would_steer_the_terminal_does_not(call, server):
     assert "\x1b" not in call("compare", "01YA-a", "01YB-b").output
 
 
-def test_compare_tells_health_losses_and_the_settings_that_differ(call):
+def test_compare_recommends_and_tells_verdicts_losses_and_the_settings_that_differ(call):
     result = call("compare", "plus", "01AB-one")
-    head, first, second, *after = result.stdout.splitlines()
-    assert head.split()[-2:] == ["loss", "lr"]
-    assert first.split()[-2:] == ["3.5", "0.2"]
-    assert (first.split()[0], second.split()[0]) == ("plus", "plain")
+    said, head, first, second, _ = result.stdout.splitlines()
+    assert said == "Their losses are equal."
+    assert head.split()[-4:] == ["loss", "lost", "EDQ", "lr"]
+    assert first.split()[-1] == "0.2"
+    assert "3.500" in first.split()
+    assert (first.split()[1], second.split()[1]) == ("plus", "plain")
     assert "seed" not in head
-    assert after[-1] == "The configurations differ in lr."
     rows = json.loads(call("compare", "plus", "01AB-one", "--json").stdout)["rows"]
     assert [row["run_id"] for row in rows] == ["01AB-two", "01AB-one"]
     assert "two runs or more" in call("compare", "plus", status=2).stderr
