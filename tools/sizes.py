@@ -28,12 +28,12 @@ USUAL_FUNCTION, LONGEST_FUNCTION, USUAL_SHARE = 40, 100, 0.95
 SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
-    "collage_monitor": 15104,
-    "collage_agent": 23022,
+    "collage_monitor": 15200,
+    "collage_agent": 23341,
     "collage_optim": 6206,
-    "collage_server": 25134,
-    "collage_dashboard": 9524,
-    "tests": 74343,
+    "collage_server": 25208,
+    "collage_dashboard": 9841,
+    "tests": 75029,
     "words of pages": 50146,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
