@@ -35,7 +35,7 @@ _ANCHORS: Final = {"left": "start", "right": "end", "center": "middle", None: "m
 def picture(figure: go.Figure, label: str, width: float) -> str:
     """The figure as an `<svg>` that fills its place, `width` pixels wide at its own scale; `label` says what it is.
 
-    It has one ink for light and dark ground. All text is escaped. Of a heatmap's cells a PNG is embedded.
+    It has one ink for light and dark ground. All text is escaped. The cells of a heatmap are an embedded PNG.
     """
     return "".join(_Drawing(figure, width).drawn(label))
 
