@@ -470,7 +470,9 @@ class AuditLogEntry(Struct, kw_only=True, frozen=True):
 
 
 class AuditLogPage(Struct, kw_only=True, frozen=True):
-    """A page of the audit log, newest first: its entries are `acts`, `cursor` is that of the next page."""
+    """A page of the audit log, newest first: its entries are `acts`, `cursor` is that of the next page. `damaged`
+    says which entries of the page cannot be read."""
 
     acts: list[AuditLogEntry]
     cursor: str | None = None
+    damaged: list[str] = field(default_factory=list)

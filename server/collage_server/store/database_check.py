@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from sqlalchemy import Row, Select, Table, literal_column, select, text, update
+from sqlalchemy import Row, Select, Table, delete, literal_column, select, text, update
 from sqlalchemy.exc import DatabaseError
 
 from collage_server.errors import Busy, Damaged
@@ -68,8 +68,8 @@ def check_database(database: Database, backup: Path | None, goes_on: Callable[[]
             if found % _ROWS_AT_ONCE == 0 and not goes_on():
                 break
             problem = _problem_of(table, row)
-            if problem is not None and _heal(database, table, row, backup):
-                _LOG.error("%s; it is healed from %s", problem, backup)
+            if problem is not None and (how := _heal(database, table, row, backup)):
+                _LOG.error("%s; it is %s", problem, how)
                 healed += 1
             elif problem is not None:
                 _LOG.error("%s", problem)
@@ -90,19 +90,27 @@ def _problem_of(table: Table, row: Any) -> str | None:
         return error.message
     except (TypeError, ValueError) as error:
         # A number became a text, or bytes of another length.
-        return damaged_rows(str(row.run_id), f"a row of `{table.name}` ({error})").message
+        return f"a row of `{table.name}` is damaged in the database ({error}): restore a back-up"
     return None
 
 
-def _heal(database: Database, table: Table, row: Row[Any], backup: Path | None) -> bool:
-    """Put the row as it was written in its place; False if the back-up has none."""
-    good = None if backup is None else _copy_in(backup, table, row)
-    if good is None:
-        return False
-    with database.writing() as connection:
-        mine = (literal_column("rowid") == row.rowid, table.c.checks == row.checks)
-        connection.execute(update(table).where(*mine).values(good))
-    return True
+def _heal(database: Database, table: Table, row: Row[Any], backup: Path | None) -> str | None:
+    """Put the row as it was written in its place, and say how; None if the back-up has none. A run's summary
+    goes: the server makes it again."""
+    mine = (literal_column("rowid") == row.rowid, table.c.checks == row.checks)
+    is_made_again = table is schema.run_summary
+    good = None if backup is None or is_made_again else _copy_in(backup, table, row)
+    if good is None and not is_made_again:
+        return None
+    try:
+        with database.writing() as connection:
+            connection.execute(
+                delete(table).where(*mine) if good is None else update(table).where(*mine).values(good)
+            )
+    except (DatabaseError, Busy) as error:
+        _LOG.error("a row of `%s` cannot be put right: %s", table.name, _reason(error))
+        return None
+    return "made again" if good is None else f"healed from {backup}"
 
 
 def _with_new_indexes(database: Database, problem: str) -> str | None:

@@ -1,5 +1,5 @@
-"""Checksums of rows: of the journal, of chunks, of what tells of runs. A flipped bit is an error to whoever reads
-the row.
+"""Checksums of rows: of the journal, of chunks, of what tells of runs, of tokens, incidents and the audit log. A
+flipped bit is an error to whoever reads the row, and in a list that row is left out.
 
 SQLite's pages have no checksum. Each covers the row's own place and counts, too: totals under another step or
 statistic are as wrong as other ones. A row of a server without checksums has none (null), and is read unchecked.
@@ -10,21 +10,24 @@ The columns are called `checks`; changing what one covers needs a migration
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from struct import Struct
+from threading import Lock
 from typing import Any, Final, TypeVar
 
 import numpy as np
+from cachetools import TTLCache, cached
 from numpy.typing import NDArray
-from sqlalchemy import ColumnElement, Connection, Row, Table, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, or_, select, update
 from sqlalchemy.exc import DatabaseError
 
 from collage_monitor import wire
 from collage_server.errors import Damaged
 from collage_server.store import schema
-from collage_server.store.row_crc import CRC_BYTES, checks_of, group_check, groups_of
+from collage_server.store.row_crc import CRC_BYTES, checks_of, group_check, groups_of, part_of
 from collage_server.store.row_helpers import damage_behind
 
 __all__ = [
@@ -37,6 +40,7 @@ __all__ = [
     "chunk_check",
     "chunk_name",
     "damaged_rows",
+    "is_row_whole",
     "is_whole",
     "layer_checks",
     "or_damaged",
@@ -45,14 +49,17 @@ __all__ = [
     "require_points",
     "require_report",
     "require_row",
+    "tell_damage",
     "update_rows",
     "whole_logged",
+    "whole_of",
     "whole_rows",
     "whole_runs",
 ]
 
 _Told = TypeVar("_Told")
 
+_LOG: Final = logging.getLogger(__name__)
 CHECK_BYTES: Final = 8
 """Of each layer in `layer_checks`."""
 REPORT_PARTS: Final = {
@@ -169,6 +176,46 @@ def whole_logged(row: Any) -> Any:
     return row
 
 
+def whole_of(connection: Connection, statement: Select[Any], table: Table) -> tuple[list[Row[Any]], list[str]]:
+    """The rows of a statement on one table that are whole, in its order, and what is wrong with the others.
+
+    Only if one is damaged is each read alone. What is wrong is logged, once an hour.
+    """
+    try:
+        return list(whole_rows(table, connection.execute(statement).all())), []
+    except (Damaged, TypeError, ValueError):
+        pass  # The driver raises the last two when a number became a text.
+    except DatabaseError as error:
+        if damage_behind(error) is None:
+            raise
+    found: list[Row[Any]] = []
+    damaged: list[str] = []
+    keys = list(table.primary_key.columns)
+    for place in connection.execute(statement.with_only_columns(*keys)).all():
+        mine = [key == value for key, value in zip(keys, place, strict=True)]
+        try:
+            [row] = whole_rows(table, connection.execute(select(table).where(*mine)).all())
+            found.append(row)
+        except Damaged as error:
+            damaged.append(error.message)
+        except (DatabaseError, TypeError, ValueError) as error:
+            damaged.append(f"{_row_name(table, place)} cannot be read ({error}): restore a back-up")
+    for message in damaged:
+        tell_damage(message)
+    return found, damaged
+
+
+@cached(TTLCache(1_000, 3600.0), lock=Lock())
+def tell_damage(message: str) -> None:
+    """Log a row that an answer leaves out, once an hour."""
+    _LOG.error("left out: %s", message)
+
+
+def _row_name(table: Table, key: Iterable[Any]) -> str:
+    place = ", ".join(f"{column.name} {value!r}" for column, value in zip(table.primary_key, key, strict=True))
+    return f"the row of `{table.name}` with {place}"
+
+
 def require_row(table: Table, row: Row[Any], groups: Iterable[int] | None = None, checks: str = "checks") -> None:
     """Compare groups of a row's columns with its checks; of all columns, where none are given.
 
@@ -181,9 +228,21 @@ def require_row(table: Table, row: Row[Any], groups: Iterable[int] | None = None
     if held is None:
         return
     for group in range(len(groups_of(table))) if groups is None else groups:
-        if held[CRC_BYTES * group : CRC_BYTES * (group + 1)] != group_check(table, group, values):
-            place = ", ".join(f"{column.name} {values[column.name]!r}" for column in table.primary_key.columns)
-            raise damaged_rows(row.run_id, f"the row of `{table.name}` with {place}")
+        if not isinstance(held, bytes) or part_of(held, group) != group_check(table, group, values):
+            what = _row_name(table, [values[column.name] for column in table.primary_key])
+            if "run_id" in table.primary_key:
+                raise damaged_rows(row.run_id, what)
+            raise Damaged(f"{what} is damaged in the database, its checksum differs: restore a back-up")
+
+
+def is_row_whole(table: Table, row: Row[Any], groups: Iterable[int] | None = None) -> bool:
+    """Whether the groups are as they were written; one that is not is logged, once an hour."""
+    try:
+        require_row(table, row, groups)
+    except Damaged as error:
+        tell_damage(error.message)
+        return False
+    return True
 
 
 def whole_rows(

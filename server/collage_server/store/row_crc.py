@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from sqlalchemy import Double, Table
 
-__all__ = ["CRC_BYTES", "checks_of", "checks_of_new_row", "group_check", "groups_of"]
+__all__ = ["CRC_BYTES", "checks_of", "checks_of_new_row", "group_check", "groups_of", "part_of"]
 
 CRC_BYTES: Final = 4
 _GROUPS: Final = {
@@ -24,6 +24,15 @@ _GROUPS: Final = {
             *("statistics", "layers", "elements", "replicas"),
         ),
         ("run_id", "stream_id", "attempt", "watch"),
+    ),
+    "run_summary": (
+        ("run_id", "updated_at", "reports", "is_evaluated", "point"),
+        (
+            *("run_id", "last_step", "edq_ratio", "lost_update_ratio", "state_decrement_ratio", "loss"),
+            *("validation_loss", "bytes_per_parameter", "tokens_per_second", "health"),
+            *("made_by", "made_at", "overview"),
+        ),
+        ("run_id", "findings", "intended_share"),
     ),
     "run_latest": (
         ("run_id", "stream_id", "attempt", "rank", "sealed", "given_up", "frozen_step"),
@@ -48,6 +57,11 @@ def groups_of(table: Table) -> Sequence[tuple[tuple[str, bool, Any], ...]]:
         tuple((name, isinstance(table.c[name].type, Double), _default(table, name)) for name in names)
         for names in _GROUPS.get(table.name, (every,))
     ]
+
+
+def part_of(checks: bytes, group: int) -> bytes:
+    """The check of one group among those of all."""
+    return checks[CRC_BYTES * group : CRC_BYTES * (group + 1)]
 
 
 def _default(table: Table, name: str) -> Any:

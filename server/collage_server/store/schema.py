@@ -44,6 +44,7 @@ __all__ = [
     "point_chunk",
     "replica_mismatch",
     "report",
+    "row_checks",
     "run",
     "run_latest",
     "run_summary",
@@ -75,7 +76,7 @@ _ID = String(LONGEST_ID)
 _NAME = String(LONGEST_NAME)
 
 
-def _checks() -> Column[bytes]:
+def row_checks() -> Column[bytes]:
     """Checks of the row: see `collage_server.store.row_crc`. Null in rows of servers that had none."""
     return Column("checks", LargeBinary, default=checks_of_new_row)
 
@@ -98,7 +99,7 @@ run: Final = Table(
     Column("changed_at", Double),
     Column("configuration", String(32), nullable=False),
     Column("treated_as", String(32)),
-    _checks(),
+    row_checks(),
 )
 """`updated_at`: the last launch or stated state; the later of it and the newest report is the last sign of life.
 `changed_at`: when a request, or retention of coarse points, last changed the run; null where neither ever did.
@@ -123,6 +124,7 @@ run_summary: Final = Table(
     Column("made_at", Double),
     Column("point", LargeBinary),
     Column("overview", Text),
+    row_checks(),
 )
 """What is said of a run, made in the background after its reports.
 
@@ -146,7 +148,7 @@ run_tag: Final = Table(
     Column("run_id", _ID, primary_key=True),
     Column("tag", _NAME, primary_key=True),
     Column("position", Integer, nullable=False),
-    _checks(),
+    row_checks(),
 )
 
 attempt: Final = Table(
@@ -157,7 +159,7 @@ attempt: Final = Table(
     Column("launch_id", _ID, nullable=False),
     Column("first_step", BigInteger, nullable=False),
     Column("created_at", Double, nullable=False),
-    _checks(),
+    row_checks(),
     UniqueConstraint("run_id", "launch_id"),
 )
 
@@ -167,7 +169,7 @@ measured_attempt: Final = Table(
     Column("run_id", _ID, primary_key=True),
     Column("attempt", Integer, primary_key=True, autoincrement=False),
     Column("measured_from", BigInteger, nullable=False),
-    _checks(),
+    row_checks(),
 )
 """From which step on an attempt hides older ones, of those that measure."""
 attempts: Final = attempt.outerjoin(
@@ -185,7 +187,7 @@ layer: Final = Table(
     Column("shape", Text, nullable=False),
     Column("dtype", _NAME, nullable=False),
     Column("module_type", _NAME, nullable=False),
-    _checks(),
+    row_checks(),
     UniqueConstraint("run_id", "name"),
 )
 """The run's layers, append-only, numbered from 0 in the order in which they were first seen."""
@@ -206,7 +208,7 @@ stream: Final = Table(
     Column("replicas", LargeBinary, nullable=False),
     Column("watch", Text),
     Column("created_at", Double, nullable=False),
-    _checks(),
+    row_checks(),
     UniqueConstraint("run_id", "stream"),
 )
 """`layers` (positions in the run's dictionary), `elements` and `replicas`: little-endian int64, one per layer."""
@@ -255,7 +257,7 @@ run_latest: Final = Table(
     Column("clock_skew_seconds", Double),
     Column("frozen_step", BigInteger),
     Column("unfinished", Text, nullable=False, server_default="{}"),
-    _checks(),
+    row_checks(),
 )
 """Per stream, written with its reports: counts, newest places, `scalars` {name: [step, value]}; `sealed`, the
 ranges [[first_seq, last_seq], …] that have left the journal for chunks; `given_up`, those that will never come;
@@ -268,7 +270,7 @@ entry: Final = Table(
     Column("run_id", _ID, primary_key=True),
     Column("entry", Integer, primary_key=True, autoincrement=False),
     Column("key", _NAME, nullable=False),
-    _checks(),
+    row_checks(),
     UniqueConstraint("run_id", "key"),
 )
 """The run's dictionary of what chunks hold: statistics, and "minimum METRIC", "maximum METRIC" at coarse levels."""
@@ -369,7 +371,7 @@ event: Final = Table(
     Column("attempt", Integer),
     Column("step", BigInteger),
     Column("layers", Text, nullable=False),
-    _checks(),
+    row_checks(),
     UniqueConstraint("run_id", "origin"),
 )
 """What happened to a run, numbered from 1; `origin` is what it comes from, so that it is stored once."""
@@ -383,6 +385,7 @@ replica_mismatch: Final = Table(
     Column("step", BigInteger, primary_key=True, autoincrement=False),
     Column("layer", Integer, primary_key=True, autoincrement=False),
     Column("replicas", Text, nullable=False),
+    row_checks(),
 )
 """Where ranks that should hold the same weights did not; `replicas` [number, …] are those apart from the most."""
 

@@ -21,7 +21,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-from collage_server.store.schema import LONGEST_ID, LONGEST_NAME, metadata
+from collage_server.store.schema import LONGEST_ID, LONGEST_NAME, metadata, row_checks
 
 __all__ = ["SERVER_TABLES", "act", "incident", "lease", "log_out", "metadata", "saved_view", "silence", "token"]
 
@@ -47,6 +47,7 @@ token: Final = Table(
     Column("provider_session", String(_LONGEST_SUBJECT)),
     Column("expires_at", Double),
     Column("idle_seconds", Double),
+    row_checks(),
     UniqueConstraint("digest"),
 )
 """`digest` is the secret's SHA-256; `projects` a JSON list, null for every project. Revoked tokens stay, but those
@@ -71,6 +72,7 @@ act: Final = Table(
     Column("project", _NAME),
     Column("request_id", _ID),
     Column("details", Text, nullable=False),
+    row_checks(),
 )
 """The audit log: only ever appended to. `act_id` sorts by time."""
 Index("act_by_time", act.c.time, act.c.act_id)
@@ -95,6 +97,7 @@ incident: Final = Table(
     Column("acknowledged_by", _ID),
     Column("sent", Text, nullable=False),
     Column("settled", Boolean, nullable=False),
+    row_checks(),
 )
 """One alert from when it fires until it ends. `open_key` tells alert and series while it fires, then null: what
 fires stands here once, whoever noticed. `run_id` and `project` are empty for the server's own. `sent` lists
@@ -113,6 +116,7 @@ silence: Final = Table(
     Column("made_by", _ID, nullable=False),
     Column("made_at", Double, nullable=False),
     Column("ends_at", Double, nullable=False),
+    row_checks(),
 )
 """Incidents that match what is not null are not sent until `ends_at`."""
 
@@ -135,6 +139,7 @@ saved_view: Final = Table(
     Column("search", Text, nullable=False),
     Column("made_by", _ID, nullable=False),
     Column("made_at", Double, nullable=False),
+    row_checks(),
 )
 """Views of the table of runs under a name: `search` is the part of the page's address that says what is shown."""
 

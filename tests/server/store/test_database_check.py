@@ -52,7 +52,7 @@ def places(path):
     ]
 
 
-def outcome(folder, before):
+def outcome(folder, before, ask):
     """What a server says of the file in this folder: the questions whose answers differ without an error."""
     try:
         store = opened(folder)
@@ -60,7 +60,7 @@ def outcome(folder, before):
         return "not opened", []
     try:
         checked = store.check_database()
-        after = questions(store)
+        after = ask(store)
     finally:
         store.close()
     told = {name: answer for name, answer in after.items() if not isinstance(answer, Exception)}
@@ -70,13 +70,13 @@ def outcome(folder, before):
     return ("told" if len(told) < len(after) or checked.damaged else "as before"), []
 
 
-def sweep(closed, folder, flips, seed):
+def sweep(closed, folder, flips, seed, ask=questions, places=places):
     """How often each outcome came; the silent ones with their places."""
     shutil.copytree(closed, folder, dirs_exist_ok=True)
     path = folder / "collage.sqlite"
     good, generator = path.read_bytes(), random.Random(seed)
     store = opened(folder)
-    before = questions(store)
+    before = ask(store)
     store.close()
     found: dict[str, int] = {}
     known, wrong = places(path), []
@@ -87,7 +87,7 @@ def sweep(closed, folder, flips, seed):
         for beside in ("-wal", "-shm"):
             path.with_name(path.name + beside).unlink(missing_ok=True)
         path.write_bytes(damaged)
-        what, different = outcome(folder, before)
+        what, different = outcome(folder, before, ask)
         found[what] = found.get(what, 0) + 1
         if what == "silent":
             wrong.append((place, bit, different))

@@ -10,17 +10,18 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, bindparam, delete, func, insert, or_, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import ColumnElement, Connection, Row, delete, func, insert, or_, select
+from sqlalchemy.exc import DatabaseError, IntegrityError
 
 from collage_monitor import wire
-from collage_server.errors import BadRequest, NotFound, Unprocessable
+from collage_server.errors import BadRequest, Damaged, NotFound, Unprocessable
 from collage_server.store import schema
+from collage_server.store.row_checks import update_rows, whole_of
 from collage_server.store.row_helpers import from_json, to_json
 from collage_server.store.server_tables import act as ACT
 from collage_server.store.server_tables import log_out as LOG_OUT
@@ -30,7 +31,7 @@ __all__ = ["AccessStore", "LogOut", "append_to_audit_log"]
 
 Transaction = Callable[[], AbstractContextManager[Connection]]
 _CLIENT: Final = "client address"
-_HIDDEN: Final = ("digest", "provider_session")
+_HIDDEN: Final = ("digest", "provider_session", "checks")
 _SHOWN: Final = [column for column in TOKEN.columns if column.name not in _HIDDEN]
 
 
@@ -77,31 +78,29 @@ class AccessStore:
             append_to_audit_log(connection, audit_entries)
 
     def tokens(self) -> list[wire.Token]:
-        """Every token, newest first."""
-        statement = select(*_SHOWN).order_by(TOKEN.c.created_at.desc(), TOKEN.c.token_id)
+        """Every token, newest first, without damaged ones."""
+        statement = select(TOKEN).order_by(TOKEN.c.created_at.desc(), TOKEN.c.token_id)
         with self._reading() as connection:
-            return [_token(row) for row in connection.execute(statement)]
+            return [_token(row) for row in whole_of(connection, statement, TOKEN)[0]]
 
     def unrevoked_tokens(self) -> dict[bytes, wire.Token]:
-        """The tokens that are not revoked, by their secret's SHA-256."""
+        """The tokens that are not revoked, by their secret's SHA-256. A damaged one opens nothing."""
         statement = select(TOKEN).where(TOKEN.c.revoked_at.is_(None))
         with self._reading() as connection:
-            return {bytes(row.digest): _token(row) for row in connection.execute(statement)}
+            return {bytes(row.digest): _token(row) for row in whole_of(connection, statement, TOKEN)[0]}
 
     def revoke_token(self, token_id: str, now: float, audit_entries: Sequence[wire.AuditLogEntry]) -> wire.Token:
         """Revoke a token; a second call changes and records nothing.
 
         Raises:
             NotFound: no token has this id.
+            Damaged: its row is damaged; it opens nothing.
         """
         mine = TOKEN.c.token_id == token_id
         with self._writing() as connection:
-            changed = connection.execute(
-                update(TOKEN).where(mine, TOKEN.c.revoked_at.is_(None)).values(revoked_at=now)
-            )
-            if changed.rowcount:
+            if update_rows(connection, TOKEN, {"revoked_at": now}, mine, TOKEN.c.revoked_at.is_(None)):
                 append_to_audit_log(connection, audit_entries)
-            row = connection.execute(select(*_SHOWN).where(mine)).first()
+            row = connection.execute(select(TOKEN).where(mine)).first()
         if row is None:
             raise NotFound(f"no token {token_id!r}; GET /api/v1/tokens lists them", field="token_id")
         return _token(row)
@@ -129,17 +128,22 @@ class AccessStore:
             except IntegrityError as error:
                 raise BadRequest("this log-out token was taken before", field="logout_token") from error
             ended = list(connection.execute(select(TOKEN.c.token_id).where(*mine)).scalars())
-            connection.execute(update(TOKEN).where(TOKEN.c.token_id.in_(ended)).values(revoked_at=now))
+            for token_id in ended:
+                try:
+                    update_rows(connection, TOKEN, {"revoked_at": now}, TOKEN.c.token_id == token_id)
+                except (Damaged, DatabaseError):  # Once healed it would open the server again.
+                    connection.execute(delete(TOKEN).where(TOKEN.c.token_id == token_id))
             append_to_audit_log(connection, [audit_entry(token_id) for token_id in ended])
         return ended
 
     def note_uses(self, last_used_at: Mapping[str, float]) -> None:
         """Store when tokens were last used, unless a later use is known."""
-        newer = or_(TOKEN.c.last_used_at.is_(None), TOKEN.c.last_used_at < bindparam("used_at"))
-        statement = update(TOKEN).where(TOKEN.c.token_id == bindparam("used_id"), newer)
-        rows = [{"used_id": token_id, "used_at": at} for token_id, at in last_used_at.items()]
+        used = TOKEN.c.last_used_at
         with self._writing() as connection:
-            connection.execute(statement.values(last_used_at=bindparam("used_at")), rows)
+            for token_id, at in last_used_at.items():
+                newer = or_(used.is_(None), used < at)
+                with suppress(Damaged):
+                    update_rows(connection, TOKEN, {"last_used_at": at}, TOKEN.c.token_id == token_id, newer)
 
     def audit_log(self, cursor: str | None, limit: int) -> wire.AuditLogPage:
         """A page of the audit log, newest first.
@@ -152,9 +156,10 @@ class AccessStore:
             time, act_id = _place(cursor)
             statement = statement.where(or_(ACT.c.time < time, (ACT.c.time == time) & (ACT.c.act_id < act_id)))
         with self._reading() as connection:
-            rows = connection.execute(statement).all()
+            rows, damaged = whole_of(connection, statement, ACT)
         entries = [_entry(row) for row in rows[:limit]]
-        return wire.AuditLogPage(acts=entries, cursor=_cursor(entries[-1]) if len(rows) > limit else None)
+        more = entries and len(rows) + len(damaged) > limit
+        return wire.AuditLogPage(acts=entries, cursor=_cursor(entries[-1]) if more else None, damaged=damaged)
 
     def project_of(self, run_id: str) -> str | None:
         """The project that owns a run, also a deleted one; None when the id was never seen."""
@@ -208,7 +213,7 @@ def _token(row: Row[Any]) -> wire.Token:
 
 
 def _entry(row: Row[Any]) -> wire.AuditLogEntry:
-    values = {column.name: getattr(row, column.name) for column in ACT.columns}
+    values = {column.name: getattr(row, column.name) for column in ACT.columns if column.name != "checks"}
     details = from_json(row.details)
     return wire.AuditLogEntry(**values | {"client": details.pop(_CLIENT, None), "details": details})
 

@@ -23,6 +23,7 @@ from collage_server.store.archive.segments import LOGGED, footer_of
 from collage_server.store.chunks.blobs import ChunkInfo, read_chunk_infos
 from collage_server.store.engine.database import Database
 from collage_server.store.records import UNBOUNDED, RunRecord, first_hidden_steps
+from collage_server.store.row_checks import whole_of
 from collage_server.store.row_helpers import from_json
 from collage_server.store.runs.run_store import read_records
 
@@ -135,13 +136,15 @@ def _runs(connection: Connection, ids: Sequence[str]) -> list[FinishedRun]:
     attempts = _rows_by_run(connection, schema.measured_attempt, ("attempt", "measured_from"), ids)
     numbered = _rows_by_run(connection, schema.attempt, ("attempt",), ids)
     shapes = _rows_by_run(connection, schema.layer, ("shape",), ids)
-    overviews = _rows_by_run(connection, schema.run_summary, ("health", "findings"), ids)
+    summary = schema.run_summary
+    whole, _ = whole_of(connection, select(summary).where(summary.c.run_id.in_(ids)), summary)
+    overviews = {row.run_id: row for row in whole}
     late = _late_chunks(connection, ids)
     found = []
     for run_id, record in records.items():
         measured = {row.attempt: row.measured_from for row in attempts[run_id]}
         bounds = first_hidden_steps((row.attempt, measured.get(row.attempt)) for row in numbered[run_id])
-        said = overviews[run_id][0] if overviews[run_id] else None
+        said = overviews.get(run_id)
         found.append(
             FinishedRun(
                 record=record,

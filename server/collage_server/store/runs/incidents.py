@@ -21,6 +21,7 @@ from collage_server.memory_budget import held_rows
 from collage_server.store import schema, server_tables
 from collage_server.store.engine.database import Database
 from collage_server.store.records import CLOCK_SLACK_SECONDS, IncidentQuery, NewEvent, NewIncident
+from collage_server.store.row_checks import require_row, update_rows, whole_of
 from collage_server.store.row_helpers import from_json, insert_into, to_json
 from collage_server.store.runs.events import add_events
 
@@ -108,8 +109,8 @@ class IncidentStore:
             row = connection.execute(select(_INCIDENT).where(mine).with_for_update()).first()
             if row is None:
                 return False
-            changed = update(_INCIDENT).where(mine).values(open_key=None, resolved_at=now, settled=False)
-            connection.execute(changed)
+            changed = {"open_key": None, "resolved_at": now, "settled": False}
+            update_rows(connection, _INCIDENT, changed, mine)
             if row.source == "server":
                 text = f"{alert} resolved ({row.severity})"
                 self._tell(connection, row.run_id, row.incident_id, "alert_resolved", text, None, now)
@@ -147,6 +148,7 @@ class IncidentStore:
             row = connection.execute(select(_INCIDENT).where(_INCIDENT.c.incident_id == incident_id)).first()
             if row is None or (projects is not None and row.project not in projects):
                 raise _unknown(incident_id)
+            require_row(_INCIDENT, row)
             return _incident(row, _silences(connection, now))
 
     def acknowledge(
@@ -163,7 +165,7 @@ class IncidentStore:
             if row is None or (projects is not None and row.project not in projects):
                 raise _unknown(incident_id)
             if row.acknowledged_at is None:
-                connection.execute(update(_INCIDENT).where(mine).values(acknowledged_at=now, acknowledged_by=by))
+                update_rows(connection, _INCIDENT, {"acknowledged_at": now, "acknowledged_by": by}, mine)
                 row = connection.execute(select(_INCIDENT).where(mine)).one()
             return _incident(row, _silences(connection, now))
 
@@ -200,10 +202,8 @@ class IncidentStore:
         holding = {silence.silence_id for silence in self.silences(now)}
         told = (_INCIDENT.c.alert == _SILENCED, _INCIDENT.c.open_key.is_not(None))
         with self._database.reading() as connection:
-            open_ones = [
-                from_json(text) for text in connection.execute(select(_INCIDENT.c.labels).where(*told)).scalars()
-            ]
-        for labels in open_ones:
+            open_ones, _ = whole_of(connection, select(_INCIDENT).where(*told), _INCIDENT)
+        for labels in (from_json(row.labels) for row in open_ones):
             if labels.get(_SILENCE_ID) not in holding:
                 self.resolve(_SILENCED, labels, "server", now)
 
@@ -223,19 +223,18 @@ class IncidentStore:
         for _ in range(0, _MOST_UNSETTLED, _ROWS_AT_ONCE):
             with self._database.reading() as connection:
                 silences = _silences(connection, now)
-                rows = connection.execute(statement.where(tuple_(*place) > after)).all()
+                rows, damaged = whole_of(connection, statement.where(tuple_(*place) > after), _INCIDENT)
             for row in rows:
                 yield _incident(row, silences), from_json(row.sent)
-            if len(rows) < _ROWS_AT_ONCE:
+            if not rows or len(rows) + len(damaged) < _ROWS_AT_ONCE:
                 return
             after = (rows[-1].started_at, rows[-1].incident_id)
 
     def open_of_server(self) -> Iterator[tuple[str, dict[str, str], float, float | None]]:
         """Alert, labels, begin and value of this server's own incidents that have not ended."""
-        columns = (_INCIDENT.c.alert, _INCIDENT.c.labels, _INCIDENT.c.started_at, _INCIDENT.c.value)
         mine = (_INCIDENT.c.open_key.is_not(None), _INCIDENT.c.source == "server", _INCIDENT.c.alert != _SILENCED)
         with self._database.reading() as connection:
-            for row in connection.execute(select(*columns).where(*mine).execution_options(yield_per=_ROWS_AT_ONCE)):
+            for row in whole_of(connection, select(_INCIDENT).where(*mine), _INCIDENT)[0]:
                 yield row.alert, from_json(row.labels), row.started_at, row.value
 
     def mark_sent(self, incident: wire.Incident, sent: Sequence[str], *, settled: bool) -> None:
@@ -244,8 +243,8 @@ class IncidentStore:
         ended = table.c.resolved_at.is_(None) if incident.resolved_at is None else table.c.resolved_at.is_not(None)
         mine = table.c.incident_id == incident.incident_id
         with self._database.writing() as connection:
-            connection.execute(update(table).where(mine).values(sent=to_json(list(sent))))
-            connection.execute(update(table).where(and_(mine, ended)).values(settled=settled))
+            update_rows(connection, table, {"sent": to_json(list(sent))}, mine)
+            update_rows(connection, table, {"settled": settled}, mine, ended)
 
     def take_lease(self, name: str, holder: str, now: float, seconds: float) -> bool:
         """Take the work called `name` for this holder, if nobody has it or its time is over.
@@ -316,14 +315,14 @@ def _filters(query: IncidentQuery) -> list[ColumnElement[bool]]:
 def _silences(connection: Connection, now: float) -> list[wire.Silence]:
     table = server_tables.silence
     holds = (table.c.ends_at > now, table.c.made_at <= now + CLOCK_SLACK_SECONDS)
-    rows = connection.execute(select(table).where(*holds).order_by(table.c.made_at.desc())).all()
+    rows, _ = whole_of(connection, select(table).where(*holds).order_by(table.c.made_at.desc()), table)
     return [wire.Silence(**{name: getattr(row, name) for name in wire.Silence.__struct_fields__}) for row in rows]
 
 
 def _incidents(
     connection: Connection, statement: Select[Any], silences: Sequence[wire.Silence]
 ) -> list[wire.Incident]:
-    found = connection.execute(statement.execution_options(yield_per=_ROWS_AT_ONCE))
+    found, _ = whole_of(connection, statement, _INCIDENT)
     rows = held_rows((row, _INCIDENT_BYTES + _COPIES * (len(row.text) + len(row.labels))) for row in found)
     return [_incident(row, silences) for row in rows]
 

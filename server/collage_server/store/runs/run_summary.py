@@ -23,21 +23,30 @@ from sqlalchemy import (
     String,
     and_,
     bindparam,
+    delete,
     exists,
     false,
     func,
     or_,
     select,
     tuple_,
-    update,
 )
 
 from collage_monitor import wire
 from collage_monitor.metrics import preferred_state
+from collage_server.errors import Damaged
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import CLOCK_SLACK_SECONDS, ReportedState, RunRecord
-from collage_server.store.row_checks import whole_runs
+from collage_server.store.row_checks import (
+    is_row_whole,
+    require_row,
+    tell_damage,
+    update_rows,
+    whole_of,
+    whole_runs,
+)
+from collage_server.store.row_crc import CRC_BYTES, checks_of, group_check
 from collage_server.store.row_helpers import among, insert_into, later, to_json
 from collage_server.store.runs.reported_state import TRAINING_REPORTED_AT, reported_state
 from collage_server.store.runs.run_store import (
@@ -65,6 +74,9 @@ __all__ = [
 
 _RUN, _SUMMARY = schema.run, schema.run_summary
 _UNKNOWN: Final = -1
+_OF_POINT, _OF_ALERTS = 0, 2
+"""Groups of columns with a check of their own: see `row_crc`."""
+_KEPT: Final = ("run_id", "updated_at", "reports", "point", "is_evaluated", "checks")
 _DECODE_FINDINGS: Final = msgspec.json.Decoder(list[wire.Finding]).decode
 Place = tuple[float, str]
 """When a run was created, and its id."""
@@ -158,6 +170,10 @@ class SummaryStore:
                 }
                 for run_id in connection.execute(_locked(found)).scalars().all()
             ]
+            checks = select(_SUMMARY.c.run_id, _SUMMARY.c.checks).where(_SUMMARY.c.run_id.in_(found))
+            known = {row.run_id: row.checks for row in connection.execute(checks)}
+            for row in rows:
+                row["checks"] = _with_point(row, known)
             if rows:
                 statement = insert_into(connection, _SUMMARY)
                 replaced = {name: statement.excluded[name] for name in rows[0] if name != "run_id"}
@@ -165,10 +181,12 @@ class SummaryStore:
 
     def mark_unreadable(self, run_id: str) -> None:
         """Show the run in `/metrics` no more, rather than with old numbers, until it can be read again."""
+        mine = _SUMMARY.c.run_id == run_id
         with self._database.writing() as connection:
-            connection.execute(
-                update(_SUMMARY).where(_SUMMARY.c.run_id == run_id).values(reports=_UNKNOWN, point=None)
-            )
+            try:
+                update_rows(connection, _SUMMARY, {"reports": _UNKNOWN, "point": None}, mine)
+            except Damaged:
+                connection.execute(delete(_SUMMARY).where(mine))
 
     def due(self, limit: int, made_by: str | None = None) -> list[DueRun]:
         """Runs whose overview is missing or out of date: new ones first, then those that ended.
@@ -214,20 +232,38 @@ class SummaryStore:
             "made_at": time.time(),
             **_numbers(record, overview),
         }
-        new = {"run_id": record.run_id, "updated_at": 0.0, "reports": _UNKNOWN, "is_evaluated": False}
-        same = and_(_SUMMARY.c.updated_at == record.updated_at, _SUMMARY.c.reports == record.reports)
         with self._database.writing() as connection:
             if connection.execute(_locked([record.run_id])).first() is not None:
-                statement = insert_into(connection, _SUMMARY).values(**new, **values)
-                replaced = {"is_evaluated": same, **values}
-                connection.execute(statement.on_conflict_do_update(index_elements=["run_id"], set_=replaced))
+                row = {**_known_point(connection, record), **values}
+                row["checks"] = checks_of(_SUMMARY, row)
+                statement = insert_into(connection, _SUMMARY).values(**row)
+                connection.execute(statement.on_conflict_do_update(index_elements=["run_id"], set_=row))
 
     def overview(self, run_id: str, made_by: str | None = None) -> wire.Overview | None:
-        """The overview of a run, if it was evaluated, and not by other code before this process began."""
+        """The overview of a run, if it was evaluated, and not by other code before this process began; None if it
+        is damaged, too, so that it is made again."""
         mine = (_SUMMARY.c.run_id == run_id, ~self._is_made_by_others(made_by))
         with self._database.reading() as connection:
-            text = connection.execute(select(_SUMMARY.c.overview).where(*mine)).scalar()
-        return None if text is None else DECODE_OVERVIEW(text)
+            rows, _ = whole_of(connection, select(_SUMMARY).where(*mine), _SUMMARY)
+        return next((DECODE_OVERVIEW(row.overview) for row in rows if row.overview is not None), None)
+
+
+def _with_point(row: Mapping[str, Any], known: Mapping[str, bytes | None]) -> bytes | None:
+    """The checks of a row with another point; `known`: those of the rows that are there."""
+    if row["run_id"] not in known:
+        return checks_of(_SUMMARY, row)
+    held = known[row["run_id"]]
+    return None if held is None else group_check(_SUMMARY, _OF_POINT, row) + held[CRC_BYTES:]
+
+
+def _known_point(connection: Connection, record: RunRecord) -> dict[str, Any]:
+    """The first group of a run's columns, as they are with a new overview; a damaged point is made again, too."""
+    statement = select(*(_SUMMARY.c[name] for name in _KEPT)).where(_SUMMARY.c.run_id == record.run_id)
+    found = [row for row in connection.execute(statement) if is_row_whole(_SUMMARY, row, [_OF_POINT])]
+    new = {"run_id": record.run_id, "updated_at": 0.0, "reports": _UNKNOWN, "point": None}
+    known = {name: found[0]._mapping[name] for name in new} if found else new
+    is_same = (known["updated_at"], known["reports"]) == (record.updated_at, record.reports)
+    return {**known, "is_evaluated": is_same}
 
 
 def _locked(run_ids: Collection[str]) -> Select[Any]:
@@ -250,10 +286,13 @@ def _finite(value: Any) -> float | None:
 
 def read_kept_points(connection: Connection, run_ids: Sequence[str]) -> dict[str, KeptPoint]:
     """The newest points of these runs as they were written, as far as there are any, whatever code made them."""
-    kept = select(*(_SUMMARY.c[name] for name in ("run_id", "updated_at", "reports", "point")))
+    kept = select(*(_SUMMARY.c[name] for name in _KEPT)).where(_SUMMARY.c.run_id.in_(run_ids))
     return {
-        run_id: KeptPoint(RunProgress(*progress), None if point is None else _decode_point(point))
-        for run_id, *progress, point in connection.execute(kept.where(_SUMMARY.c.run_id.in_(run_ids)))
+        row.run_id: KeptPoint(
+            RunProgress(row.updated_at, row.reports), None if row.point is None else _decode_point(row.point)
+        )
+        for row in connection.execute(kept)
+        if is_row_whole(_SUMMARY, row, [_OF_POINT])
     }
 
 
@@ -301,27 +340,36 @@ def read_live_runs(
     if after is not None:
         given["created_at"], given["run_id"] = after
     rows = connection.execute(_page(of_some_projects=projects is not None, is_first=after is None), given).all()
-    reported, _ = whole_runs(partial(_reported, connection), [row.run_id for row in rows])
-    runs = [
-        LiveRun(
-            *(run_id, project, name, strategy, created_at),
-            reported[run_id],
-            None if point is None else _decode_point(point),
-            [] if findings is None else _DECODE_FINDINGS(findings),
-            intended_share,
-        )
-        for run_id, project, name, strategy, created_at, point, findings, intended_share in rows
-        if run_id in reported
-    ]
-    return LiveRunPage(runs, (rows[-1].created_at, rows[-1].run_id) if len(rows) == limit else None)
+    runs, damaged = whole_runs(partial(_live_runs, connection), [row.run_id for row in rows])
+    for run in damaged:
+        tell_damage(run.message)
+    return LiveRunPage(list(runs.values()), (rows[-1].created_at, rows[-1].run_id) if len(rows) == limit else None)
 
 
-def _reported(connection: Connection, run_ids: Sequence[str]) -> dict[str, ReportedState]:
+def _live_runs(connection: Connection, run_ids: Sequence[str]) -> dict[str, LiveRun]:
+    found = {row.run_id: row for row in connection.execute(_described(), {"run_ids": run_ids})}
     latest = rows_by_run(connection, latest_of_runs(), run_ids, OF_LATEST)
     attempts = rows_by_run(connection, attempts_of_runs(), run_ids, *OF_ATTEMPTS)
-    return {
-        run_id: reported_state(connection, attempts_from(attempts[run_id]), latest[run_id]) for run_id in run_ids
-    }
+    runs = {}
+    for run_id, row in ((run_id, found[run_id]) for run_id in run_ids):
+        require_row(_SUMMARY, row, (_OF_POINT, _OF_ALERTS))
+        runs[run_id] = LiveRun(
+            *(run_id, row.project, row.name, row.strategy, row.created_at),
+            reported_state(connection, attempts_from(attempts[run_id]), latest[run_id]),
+            None if row.point is None else _decode_point(row.point),
+            [] if row.findings is None else _DECODE_FINDINGS(row.findings),
+            row.intended_share,
+        )
+    return runs
+
+
+@cache
+def _described() -> Select[Any]:
+    """What is shown of live runs, and what was written of them."""
+    shown = (_RUN.c[name] for name in ("project", "name", "strategy", "created_at"))
+    written = (_SUMMARY.c[name] for name in (*_KEPT, "findings", "intended_share"))
+    joined = select(*shown, *written).join(_SUMMARY, _SUMMARY.c.run_id == _RUN.c.run_id)
+    return joined.where(among(_RUN.c.run_id))
 
 
 @cache
@@ -331,9 +379,8 @@ def _page(*, of_some_projects: bool, is_first: bool) -> Select[Any]:
     stale_before: BindParameter[float] = bindparam("stale_before")
     training = (latest.c.run_id == _RUN.c.run_id, latest.c.attempt > 0)
     reported = exists().where(*training, latest.c.last_report_at >= stale_before)
-    shown = (_RUN.c[name] for name in ("run_id", "project", "name", "strategy", "created_at"))
     statement = (
-        select(*shown, _SUMMARY.c.point, _SUMMARY.c.findings, _SUMMARY.c.intended_share)
+        select(_RUN.c.run_id, _RUN.c.created_at)
         .join(_SUMMARY, _SUMMARY.c.run_id == _RUN.c.run_id)
         .where(_SUMMARY.c.reports != _UNKNOWN)
         .where(_RUN.c.state == "running", or_(_RUN.c.updated_at >= stale_before, reported))

@@ -40,7 +40,8 @@ from collage_server.errors import Unprocessable
 from collage_server.store import schema, server_tables
 from collage_server.store.engine.database import Database
 from collage_server.store.records import GroupQuery, RunRecord, TableQuery
-from collage_server.store.row_checks import whole_runs
+from collage_server.store.row_checks import whole_of, whole_runs
+from collage_server.store.row_crc import checks_of
 from collage_server.store.row_helpers import insert_into, later
 from collage_server.store.runs.configurations import entry_columns
 from collage_server.store.runs.run_store import matching, read_records
@@ -164,9 +165,8 @@ class TableStore:
         if projects is not None:
             chosen = chosen.where(_VIEW.c.project.in_(sorted(projects)))
         with self._database.reading() as connection:
-            return [
-                msgspec.convert(row, wire.SavedView, from_attributes=True) for row in connection.execute(chosen)
-            ]
+            rows, _ = whole_of(connection, chosen, _VIEW)
+            return [msgspec.convert(row, wire.SavedView, from_attributes=True) for row in rows]
 
     def save_view(self, view: wire.SavedView) -> None:
         """Save a view in place of the one of its name.
@@ -185,6 +185,7 @@ class TableStore:
                     limit=_MOST_VIEWS,
                 )
             stated = msgspec.structs.asdict(view)
+            stated["checks"] = checks_of(_VIEW, stated)
             statement = insert_into(connection, _VIEW).values(stated)
             connection.execute(statement.on_conflict_do_update(index_elements=["project", "name"], set_=stated))
 
@@ -462,5 +463,5 @@ def _group(
 
 def _overviews(connection: Connection, ids: Sequence[str]) -> dict[str, wire.Overview]:
     there = (_SUMMARY.c.run_id.in_(ids), _SUMMARY.c.overview.is_not(None))
-    chosen = select(_SUMMARY.c.run_id, _SUMMARY.c.overview).where(*there)
-    return {row.run_id: DECODE_OVERVIEW(row.overview) for row in connection.execute(chosen)} if ids else {}
+    rows = whole_of(connection, select(_SUMMARY).where(*there), _SUMMARY)[0] if ids else []
+    return {row.run_id: DECODE_OVERVIEW(row.overview) for row in rows}

@@ -1,0 +1,295 @@
+"""Damaged rows of the server itself: tokens, audit log, incidents, silences, views, and what is said of runs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import sqlite3
+from contextlib import closing, contextmanager
+
+import msgspec
+import pytest
+from collage_server.auth.principals import digest_of
+from collage_server.errors import Damaged, NotFound, ServerError
+from collage_server.store import IncidentQuery, LogOut, SqliteStore, TableQuery, row_checks, schema, server_tables
+from collage_server.store.records import NewIncident
+from collage_server.store.row_checks import require_row
+from collage_server.store.sealing.replica_comparison import Mismatch, keep_mismatches
+from collage_server.summariser import MADE_BY, newest_points
+from sqlalchemy import literal_column, select
+
+from collage_monitor import wire
+from tests.server.reads import evaluate_due
+from tests.server.store.contract import NOW
+from tests.server.store.test_database_check import places, sweep
+from tests.server.store.test_row_damage import OF_SERVER, SAMPLE, flips, put, small_store
+
+FLIPS = 25
+"""Of the file by day."""
+NIGHTLY_FLIPS = 400
+WITHOUT_CHECKS = {
+    "lease": "written anew every few seconds; whoever holds another archive's id refuses to serve",
+    "log_out": "a log-out token that is taken twice ends no more sessions than once",
+    "deleted_run": "its key alone answers: 410",
+    "segment_gone": "files that no row names; its key alone says which",
+    "seal_claim": "has a key and nothing else",
+}
+
+
+def entry(number):
+    return wire.AuditLogEntry(
+        act_id=f"act-{number}", time=NOW + number, actor="host:ada", action="token.create", subject=f"t{number}"
+    )
+
+
+def served_store(folder):
+    """`small_store` with what a server adds: tokens, a session, incidents, a silence, a view, an evaluation."""
+    store = small_store(folder)
+    for number, role in enumerate(("read", "ingest")):
+        token = wire.Token(
+            token_id=f"t{number}", name="ada", role=role, projects=["p"], created_at=NOW, created_by="host:ada"
+        )
+        if number:
+            token = msgspec.structs.replace(token, subject="ada", expires_at=NOW + 900.0, idle_seconds=60.0)
+        store.access.add_token(token, digest_of(f"secret {number}"), [entry(number)], "session" if number else None)
+    store.access.note_uses({"t0": NOW + 1.0})
+    labels = {"run_id": "r1", "project": "p"}
+    for number, alert in enumerate(("CollageEdqLow", "CollageRunSilent")):
+        of_run = {"labels": labels, "run_id": "r1", "project": "p", "value": 0.5, "step": 3}
+        said = {"severity": "warning", "source": "server", "text": "said", "started_at": NOW + number}
+        assert store.incidents.fire(NewIncident(alert=alert, **of_run, **said), NOW + number)
+    assert store.incidents.resolve("CollageRunSilent", labels, "server", NOW + 5.0)
+    made = {"made_by": "t0", "made_at": NOW}
+    covered = {"alert": "Other", "project": None, "run_id": None}
+    store.incidents.silence(wire.Silence(silence_id="s1", comment="", ends_at=NOW + 99.0, **covered, **made))
+    store.table.save_view(wire.SavedView(project="p", name="mine", search="q=a", **made))
+    with store.writing() as connection:
+        keep_mismatches(connection, "r1", [Mismatch(1, 2, 0, (1,))], NOW)
+    assert evaluate_due(store) == ["r1"]
+    return store
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = served_store(tmp_path)
+    yield store
+    store.close()
+
+
+@contextmanager
+def told_in_the_log():
+    """What is left out of answers is told there, once an hour."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())
+    row_checks.tell_damage.cache_clear()
+    logger = logging.getLogger(row_checks.__name__)
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+def newest(store):
+    with store.points.snapshot() as snapshot:
+        return newest_points(snapshot, snapshot.records(["r1"]))
+
+
+def live(store):
+    with store.points.snapshot() as snapshot:
+        return snapshot.live_runs(None, NOW, None, 10).runs
+
+
+def questions(store):
+    """Each question with its answer, or the error; a row that is left out is one, for the log tells it."""
+    asked = {
+        "tokens": store.access.tokens,
+        "who may enter": store.access.unrevoked_tokens,
+        "audit log": lambda: store.access.audit_log(None, 10),
+        "incidents": lambda: store.incidents.read(IncidentQuery(), NOW + 10.0),
+        "messages": lambda: list(store.incidents.unsettled(NOW + 10.0)),
+        "firing": lambda: list(store.incidents.open_of_server()),
+        "silences": lambda: store.incidents.silences(NOW + 10.0),
+        "views": lambda: store.table.views(None),
+        "overview": lambda: store.summaries.overview("r1", MADE_BY),
+        "table": lambda: store.table.page(TableQuery(), NOW, 600.0).rows,
+        "newest": lambda: newest(store),
+        "live": lambda: live(store),
+    }
+    found = {}
+    for name, ask in asked.items():
+        with told_in_the_log() as told:
+            try:
+                found[name] = ask()
+            except Exception as error:
+                found[name] = error
+        if told:
+            found[name] = Damaged(told[0])
+    return found
+
+
+def after_a_round(store):
+    """The answers once what the check has removed is made again, as a server does in the background."""
+    with contextlib.suppress(ServerError):
+        evaluate_due(store)
+    return questions(store)
+
+
+def is_found_by_the_check(store, table, row):
+    """Whether the check of the database finds it: it reads each row."""
+    with store.reading() as connection:
+        [stored] = connection.execute(select(table).where(literal_column("rowid") == row)).all()
+    try:
+        require_row(table, stored)
+    except Damaged:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("table", OF_SERVER, ids=lambda table: table.name)
+def test_no_damaged_row_gives_another_answer(store, table):
+    before, generator, refused = questions(store), random.Random(2), 0
+    assert not any(isinstance(answer, Exception) for answer in before.values()), before
+    with closing(sqlite3.connect(store.path)) as connection:
+        for column in (column for column in table.c if not column.primary_key):
+            rows = connection.execute(f'SELECT rowid, "{column.name}" FROM {table.name} ORDER BY rowid').fetchall()
+            every = [
+                (row, value, bad) for row, value in rows if value is not None for bad in flips(value, column.type)
+            ]
+            for row, value, bad in generator.sample(every, min(SAMPLE, len(every))):
+                try:
+                    put(connection, table.name, column, row, bad)
+                except sqlite3.IntegrityError:
+                    continue  # NaN, which SQLite keeps as null.
+                after = questions(store)
+                told = [name for name, answer in after.items() if isinstance(answer, Exception)]
+                different = [name for name in after if name not in told and after[name] != before[name]]
+                found = is_found_by_the_check(store, table, row)
+                assert found or not different, (column.name, value, bad, different)
+                refused += bool(told)
+                put(connection, table.name, column, row, value)
+    assert questions(store) == before
+    assert refused >= SAMPLE or table is schema.replica_mismatch, "its rows are counted, none is shown"
+
+
+def test_rows_that_their_index_does_not_lead_to_are_told(store):
+    """Entries of a damaged index are out of order, so that nothing is found by them."""
+    with closing(sqlite3.connect(store.path)) as connection, connection:
+        [(root,)] = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'sqlite_autoindex_token_1'")
+        connection.execute("UPDATE token SET role = 'admin' WHERE token_id = 't0'")
+        size = connection.execute("PRAGMA page_size").fetchone()[0]
+    store.close()
+    content = bytearray(store.path.read_bytes())
+    page = slice((root - 1) * size, root * size)
+    content[page] = content[page].replace(b"t0", b"u0")
+    store.path.write_bytes(content)
+    store.open()
+    with told_in_the_log() as told:
+        assert store.access.tokens() == []
+    assert sorted(message[:57] for message in told) == [
+        f"left out: the row of `token` with token_id '{key}' cannot be" for key in ("t0", "t1")
+    ]
+
+
+def test_a_damaged_token_opens_nothing_and_all_others_do(store):
+    with closing(sqlite3.connect(store.path)) as connection, connection:
+        connection.execute("UPDATE token SET role = 'admin' WHERE token_id = 't0'")
+    with told_in_the_log() as told:
+        assert list(store.access.unrevoked_tokens()) == [digest_of("secret 1")]
+        assert [token.token_id for token in store.access.tokens()] == ["t1"]
+    [message] = told
+    assert message.startswith("left out: the row of `token` with token_id 't0' is damaged")
+    with pytest.raises(Damaged, match=r"token_id 't0' is damaged .* restore a back-up"):
+        store.access.revoke_token("t0", NOW, [])
+    with pytest.raises(NotFound):
+        store.access.revoke_token("t2", NOW, [])
+    store.access.note_uses({"t0": NOW + 50.0, "t1": NOW + 50.0})
+    assert store.access.tokens()[0].last_used_at == NOW + 50.0
+
+
+def test_a_damaged_session_that_its_provider_ends_is_gone(store):
+    """Healed from a back-up, it would open the server again."""
+    with closing(sqlite3.connect(store.path)) as connection, connection:
+        connection.execute("UPDATE token SET role = 'admin' WHERE token_id = 't1'")
+    log_out = LogOut(b"0" * 32, NOW + 9.0, "ada", None)
+    assert store.access.end_sessions(log_out, NOW + 1.0, lambda token_id: entry(7)) == ["t1"]
+    with closing(sqlite3.connect(store.path)) as connection:
+        assert connection.execute("SELECT token_id FROM token").fetchall() == [("t0",)]
+
+
+def test_a_damaged_entry_of_the_audit_log_is_named_in_its_page(store):
+    with closing(sqlite3.connect(store.path)) as connection, connection:
+        connection.execute("UPDATE act SET subject = 't9' WHERE act_id = 'act-0'")
+    page = store.access.audit_log(None, 10)
+    assert [act.act_id for act in page.acts] == ["act-1"]
+    assert page.damaged == [
+        "the row of `act` with act_id 'act-0' is damaged in the database, its checksum differs: restore a back-up"
+    ]
+
+
+def test_what_is_said_of_a_run_is_made_again(store):
+    before = questions(store)
+    with closing(sqlite3.connect(store.path)) as connection, connection:
+        connection.execute("UPDATE run_summary SET findings = '[]', edq_ratio = 2")
+    assert isinstance(questions(store)["live"], Damaged)
+    checked = store.check_database()
+    assert (checked.healed, checked.damaged) == (1, ())
+    assert store.summaries.overview("r1", MADE_BY) is None
+    assert evaluate_due(store) == ["r1"]
+    after = questions(store)
+    assert after["overview"] == before["overview"]
+    assert not [name for name, answer in after.items() if isinstance(answer, Exception)]
+
+
+def test_every_table_has_checks_or_a_reason():
+    without = {name for name, table in schema.metadata.tables.items() if "checks" not in table.c}
+    assert without == set(WITHOUT_CHECKS)
+    assert set(server_tables.SERVER_TABLES) - set(OF_SERVER) == {server_tables.lease, server_tables.log_out}
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    served_store(folder).close()
+    return folder
+
+
+def of_server(path):
+    """Bytes of the pages of the server's tables and their indexes, not of the tables' description."""
+    names = [f"{table.name}%" for table in OF_SERVER]
+    with closing(sqlite3.connect(path)) as connection:
+        size = connection.execute("PRAGMA page_size").fetchone()[0]
+        chosen = " OR ".join("name LIKE ? OR name LIKE 'sqlite_autoindex_' || ?" for _ in names)
+        twice = [name for one in names for name in (one, one)]
+        pages = {page for (page,) in connection.execute(f"SELECT pageno FROM dbstat WHERE {chosen}", twice)}
+    return [place for place in places(path) if place // size + 1 in pages]
+
+
+def test_a_flipped_bit_of_the_file_gives_no_other_answer(closed, tmp_path):
+    found, wrong = sweep(closed, tmp_path, FLIPS, seed=3, ask=after_a_round, places=of_server)
+    assert not wrong, (found, wrong)
+    assert found.get("told", 0) >= FLIPS // 10, found
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_no_flipped_bit_of_the_file_gives_another_answer(closed, tmp_path):
+    found, wrong = sweep(closed, tmp_path, NIGHTLY_FLIPS, seed=None, ask=after_a_round, places=of_server)
+    assert not wrong, (found, wrong)
+
+
+def test_a_file_without_these_checks_is_taken_over(closed, tmp_path):
+    path = tmp_path / "collage.sqlite"
+    path.write_bytes((closed / "collage.sqlite").read_bytes())
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for table in OF_SERVER:
+            connection.execute(f"ALTER TABLE {table.name} DROP COLUMN checks")
+        connection.execute("UPDATE alembic_version SET version_num = 'r0013'")
+    store = SqliteStore(path, stale_after_seconds=600.0)
+    store.open()
+    assert [token.token_id for token in store.access.tokens()] == ["t0", "t1"]
+    assert store.incidents.resolve("CollageEdqLow", {"run_id": "r1"}, "server", NOW)
+    assert store.check_database().damaged == ()
+    store.close()
