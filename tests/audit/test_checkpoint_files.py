@@ -3,6 +3,7 @@
 import json
 import pickle
 import sys
+import tarfile
 from argparse import Namespace
 from pathlib import Path
 
@@ -239,53 +240,100 @@ def test_a_tied_weight_counts_once(tmp_path):
     assert [entry.name for entry in kept] == ["token.weight"]
 
 
-def zero_folder(folder):
-    """A folder as DeepSpeed writes it at stage 1 with two ranks: flat master weights, and the newest by name."""
-    model, optimizer = trained(adamw)
-    flat = torch.cat([own.detach().float().flatten() for own in model.parameters()])
-    average = torch.cat([optimizer.state[own]["exp_avg_sq"].float().flatten() for own in model.parameters()])
-    newest = folder / "global_step12"
-    newest.mkdir()
-    (folder / "latest").write_text("global_step12")
-    shapes = [{name: own.shape for name, own in model.named_parameters()}]
-    weights = {"module": model.state_dict(), "param_shapes": shapes, "optimizer": None, "ds_version": "0.19.8"}
-    torch.save(weights, newest / "mp_rank_00_model_states.pt")
-    group = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "params": [0]}
-    for rank, (master, own) in enumerate(zip(flat.chunk(2), average.chunk(2), strict=True)):
-        state = {0: {"exp_avg": own.clone(), "exp_avg_sq": own.clone(), "step": torch.tensor(12.0)}}
-        kept = {
-            "base_optimizer_state": {"state": state, "param_groups": [group]},
-            "single_partition_of_fp32_groups": [master.clone()],
-            "zero_stage": 1,
-        }
-        torch.save({"optimizer_state_dict": kept}, newest / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+WRITTEN = Path(__file__).parent / "written"
 
 
-def megatron_folder(folder):
-    """A folder as Megatron writes it: states under names of their own beside the weights."""
-    model, optimizer = trained(adamw)
-    newest = folder / "iter_0000012"
-    newest.mkdir()
-    (folder / "latest_checkpointed_iteration.txt").write_text("12")
-    content = dict(model.state_dict())
-    for name, own in model.named_parameters():
-        content[f"optimizer.state.fp32_param.{name}"] = own.detach().float()
-        for key in ("exp_avg", "exp_avg_sq"):
-            content[f"optimizer.state.{key}.{name}"] = optimizer.state[own][key].float()
-    writer = distributed_checkpoint.FileSystemWriter(newest)
-    distributed_checkpoint.save(content, storage_writer=writer, no_dist=True)
-    group = {"lr": 1e-5, "betas": (0.9, 0.999)}
-    torch.save({"iteration": 12, "optimizer": {"optimizer": {"param_groups": [group]}}}, newest / "common.pt")
+def unpacked(name, folder):
+    with tarfile.open(WRITTEN / f"{name}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(("made", "named"), [(zero_folder, "DeepSpeed ZeRO"), (megatron_folder, "Megatron")])
-def test_states_in_another_layout_are_not_understood_and_no_finding_is_made_of_them(tmp_path, made, named):
-    """Said was "97 % of updates lost, try fp32" beside fp32 master weights."""
-    made(tmp_path)
-    audit = audit_checkpoint(tmp_path)
-    assert (audit.findings, audit.total, audit.learning_rate) == ([], None, None)
-    assert audit.elements == sum(own.numel() for own in network().parameters())
-    assert f"not understood: the optimizer is saved in {named}'s layout" in render(audit)
-    with pytest.raises(CheckpointError, match=f"in {named}'s layout, which is not understood"):
+@pytest.mark.parametrize("rounded", [False, True], ids=["healthy", "rounded"])
+@pytest.mark.parametrize(
+    ("name", "named"), [("zero-0", "DeepSpeed"), ("zero-1", "ZeRO"), ("zero-3", "ZeRO"), ("megatron", "Megatron")]
+)
+def test_what_other_libraries_write_is_audited_as_what_it_is(tmp_path, name, named, rounded):
+    """Said was "97 % of updates lost" beside fp32 master weights, and no problem of ones that were rounded."""
+    audit = audit_checkpoint(unpacked(name + "-rounded" * rounded, tmp_path))
+    assert [entry.strategy for entry in audit.kept] == ["master-weights"]
+    assert audit.kept[0].tensors == {
+        "weight": "bfloat16",
+        "master weight": "float32",
+        "exp_avg": "float32",
+        "exp_avg_sq": "float32",
+    }
+    assert (audit.kept[0].parameters, audit.elements, audit.learning_rate) == (6, 471, 1e-4)
+    assert audit.layers[0].name.endswith("0.weight")
+    assert [finding.code for finding in audit.findings] == ["master-rounded"] * rounded
+    assert audit.total is not None
+    assert audit.total.lost_ratio == 0.0
+    with pytest.raises(CheckpointError, match=rf"in .*{named}'s layout, read for audits only"):
         read_checkpoint(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_flat_tensors_are_cut_where_their_parameters_begin(tmp_path):
+    """Both stages took the same steps, and Megatron's writer the same model's without decay in one group."""
+    found = {}
+    for name in ("zero-1", "zero-3"):
+        checkpoint = read_checkpoint(unpacked(name, tmp_path / name), in_part=True)
+        found[name] = {entry.name: entry for entry in checkpoint_parameters(checkpoint)[0]}
+    for name, one in found["zero-1"].items():
+        three = found["zero-3"][name]
+        assert one.weight is not None
+        assert one.master is not None
+        assert three.master is not None
+        assert (one.step, three.step, one.group["weight_decay"]) == (20, 20, 0.1 if one.weight.dim() > 1 else 0.0)
+        assert torch.equal(one.master.bfloat16(), one.weight)
+        for key, own in {"master": one.master, **one.averages}.items():
+            other = three.master if key == "master" else three.averages[key]
+            assert own.shape == one.weight.shape
+            assert torch.allclose(own, other, rtol=0.05, atol=1e-4), (name, key)
+
+
+def without_a_rank(folder):
+    next(folder.glob("*/*_rank_1_*optim_states.pt")).unlink()
+    return "parts of the optimizer are missing"
+
+
+def with_longer_parameters(folder):
+    file = next(folder.glob("*/mp_rank_00_model_states.pt"))
+    content = torch.load(file)
+    content["param_shapes"][0]["0.weight"] = torch.Size((17, 100))
+    torch.save(content, file)
+    return "its flat tensors end inside 0.weight"
+
+
+def with_model_parallelism(folder):
+    for file in folder.glob("*/*optim_states.pt"):
+        file.rename(file.with_name(file.name.replace("mp_rank_00", "mp_rank_01")))
+    return "cut by model parallelism"
+
+
+@pytest.mark.parametrize("spoil", [without_a_rank, with_longer_parameters, with_model_parallelism])
+def test_of_a_layout_that_is_not_certain_no_finding_is_made(tmp_path, spoil):
+    reason = spoil(unpacked("zero-1", tmp_path))
+    audit = audit_checkpoint(tmp_path)
+    assert (audit.findings, audit.total, audit.learning_rate, audit.elements) == ([], None, None, 471)
+    assert "not understood: the optimizer is saved in DeepSpeed ZeRO's layout" in render(audit)
+    assert reason in " ".join(audit.notes)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg", "kept in flat buffers"),
+        ("chained_0.optimizer.state.exp_avg.0.weight", "has no weight of its shape"),
+    ],
+)
+def test_states_of_megatron_that_fit_no_weight_are_not_taken_for_weights(tmp_path, name, reason):
+    content = {**network().state_dict(), name: torch.zeros(7)}
+    writer = distributed_checkpoint.FileSystemWriter(tmp_path)
+    distributed_checkpoint.save(content, storage_writer=writer, no_dist=True)
+    audit = audit_checkpoint(tmp_path)
+    assert (audit.findings, audit.elements) == ([], sum(own.numel() for own in network().parameters()))
+    assert reason in " ".join(audit.notes)
+    assert "in Megatron's layout" in audit.conclusion

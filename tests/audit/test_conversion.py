@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from collage_agent.audit import CheckpointError
 from collage_agent.audit.checkpoint_audit import audit_checkpoint
-from collage_agent.audit.checkpoint_files import read_checkpoint
 from collage_agent.audit.conversion import convert_checkpoint
+from collage_agent.audit.split_layouts import read_checkpoint
 from collage_agent.command.convert import convert
 from collage_optim import STRATEGIES, CollageAdamW, CollageSGD
 from safetensors.torch import load_file, save_file

@@ -1,7 +1,8 @@
 """The precision audit: how a run keeps its weights and states, as its checkpoint shows, and what that costs."""
 
 from collage_agent.audit.checkpoint_audit import Audit, audit_checkpoint, render
-from collage_agent.audit.checkpoint_files import CheckpointError, read_checkpoint
+from collage_agent.audit.checkpoint_files import CheckpointError
 from collage_agent.audit.findings import AuditFinding
+from collage_agent.audit.split_layouts import read_checkpoint
 
 __all__ = ["Audit", "AuditFinding", "CheckpointError", "audit_checkpoint", "read_checkpoint", "render"]

@@ -21,9 +21,10 @@ from msgspec import Struct
 from torch import Tensor
 
 from collage_agent.audit.checkpoint_advice import advised
-from collage_agent.audit.checkpoint_files import Checkpoint, read_checkpoint
+from collage_agent.audit.checkpoint_files import Checkpoint
 from collage_agent.audit.checkpoint_parameters import CheckpointParameter, checkpoint_parameters, number_of
 from collage_agent.audit.findings import AuditFinding, findings_of
+from collage_agent.audit.split_layouts import read_checkpoint
 
 __all__ = [
     "Audit",
@@ -229,7 +230,7 @@ def audit_checkpoint(path: Path, learning_rate: float | None = None) -> Audit:
     """
     check_learning_rate(learning_rate)
     checkpoint = read_checkpoint(path, in_part=True)
-    if checkpoint.layout:
+    if not checkpoint.understood:
         return _of_unknown_layout(path, checkpoint)
     parameters, notes = checkpoint_parameters(checkpoint)
     origin = "given"

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from collage_monitor.errors import CollageError
 
-__all__ = ["Checkpoint", "CheckpointError", "read_checkpoint"]
+__all__ = ["BESIDE_DISTRIBUTED", "Checkpoint", "CheckpointError", "read_files"]
 
 _TORCH_ENDINGS: Final = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _NOT_WEIGHTS: Final = ("rng_state", "random_states", "scheduler", "scaler", "training_args", "trainer_state")
@@ -40,12 +40,13 @@ _UNSAFE: Final = (
     "holds Python objects beyond tensors and plain values{named}, and loading those could run code; save state "
     "dicts: torch.save({{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}}, PATH)"
 )
-_PARTITIONS: Final = "zero_stage"
-_STATES_AMONG_WEIGHTS: Final = ("optimizer.state.", "chained_0.optimizer.state.")
 _NAMES_NEWEST: Final = {"latest": "", "latest_checkpointed_iteration.txt": "iter_"}
 """Files that name the newest checkpoint's folder, and what stands before a number there."""
+BESIDE_DISTRIBUTED: Final = "common.pt"
+"""Where Megatron keeps, beside a distributed checkpoint, what is the same on all ranks."""
 _CONTAINERS: Final[list[Any]] = [collections.defaultdict, dict]
-_FUNCTIONS_OF_TORCH: Final = ("torch.nn.", "torch._C._nn.")
+_STOOD_IN_FOR: Final = ("torch.nn.", "torch._C._nn.", "deepspeed.utils.tensor_fragment.fragment_address")
+"""Functions of torch, and a class that is spelled as a function."""
 _INDEX_OF_DISTRIBUTED: Final = {
     "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
     "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
@@ -54,6 +55,8 @@ _INDEX_OF_DISTRIBUTED: Final = {
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
         *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
+    # Megatron keeps the plan of its save in the index.
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
     "torch.serialization": {"_get_layout"},
 }
 """All that the index of a distributed checkpoint is made of."""
@@ -70,7 +73,8 @@ class Checkpoint:
 
     ordered: the tensors stand in the model's order. Those of safetensors and of a distributed checkpoint do not.
     contents: what each file holds, or a distributed checkpoint's folder, as it was read. layout: the name of a
-    layout whose states are not understood, "" if there is none.
+    layout that keeps states apart from their weights, "" if there is none; understood: whether they were put
+    together.
     """
 
     files: list[str] = field(default_factory=list)
@@ -80,6 +84,7 @@ class Checkpoint:
     ordered: bool = True
     contents: dict[str, Any] = field(default_factory=dict)
     layout: str = ""
+    understood: bool = True
 
 
 class _StandIn:
@@ -89,10 +94,8 @@ class _StandIn:
         self.values = values
 
 
-def read_checkpoint(path: Path, *, in_part: bool = False) -> Checkpoint:
+def read_files(path: Path) -> Checkpoint:
     """Everything in a file or folder that can be read safely. Tensors stay on disk where the format allows it.
-
-    in_part: also one of whose optimizer's layout is only known that it is another one; its weights alone then.
 
     Raises:
         CheckpointError: nothing there, nothing readable, or a format that would have to run code.
@@ -106,42 +109,7 @@ def read_checkpoint(path: Path, *, in_part: bool = False) -> Checkpoint:
         _read_file(path, checkpoint)
     else:
         _read_folder(path, checkpoint)
-    _leave_out_unknown_layouts(checkpoint)
-    if checkpoint.layout and not in_part:
-        raise CheckpointError(
-            f"{path}: its optimizer is saved in {checkpoint.layout}'s layout, which is not understood; gather it "
-            "into one state dict first, with that library's own tools"
-        )
-    if not checkpoint.weights and not checkpoint.optimizers and not checkpoint.layout:
-        told = f" ({'; '.join(checkpoint.notes)})" if checkpoint.notes else ""
-        raise CheckpointError(f"{path}: no model weights and no optimizer state were found{told}")
     return checkpoint
-
-
-def _leave_out_unknown_layouts(checkpoint: Checkpoint) -> None:
-    """ZeRO keeps flat master weights and averages of many parameters, by rank; Megatron keeps states under names
-    of their own among the weights. Taken for weights and averages, both read as a training that loses updates."""
-    if any(_PARTITIONS in _optimizer_of(found) for found in checkpoint.contents.values()):
-        checkpoint.layout = "DeepSpeed ZeRO"
-        checkpoint.optimizers = []
-        models = [found.get("module") for found in checkpoint.contents.values() if isinstance(found, Mapping)]
-        checkpoint.weights = {
-            name: tensor
-            for model in models
-            if isinstance(model, Mapping)
-            for name, tensor in model.items()
-            if isinstance(tensor, Tensor)
-        }
-    states = [name for name in checkpoint.weights if name.startswith(_STATES_AMONG_WEIGHTS)]
-    if states:
-        checkpoint.layout = "Megatron"
-        checkpoint.optimizers = []
-        checkpoint.weights = {name: own for name, own in checkpoint.weights.items() if name not in states}
-
-
-def _optimizer_of(found: Any) -> Mapping[str, Any]:
-    own = found.get("optimizer_state_dict") if isinstance(found, Mapping) else None
-    return own if isinstance(own, Mapping) else {}
 
 
 def _newest_in(folder: Path) -> Path:
@@ -162,6 +130,8 @@ def _read_folder(folder: Path, checkpoint: Checkpoint) -> None:
         checkpoint.ordered = False
         checkpoint.contents[folder.name] = _load_distributed(folder)
         _take(checkpoint.contents[folder.name], folder.name, checkpoint)
+        if (beside := folder / BESIDE_DISTRIBUTED).is_file():
+            checkpoint.contents[BESIDE_DISTRIBUTED] = _load_torch(beside)
         return
     for file in _files_of(folder):
         try:
@@ -271,7 +241,7 @@ def _stand_ins(file: Any) -> list[tuple[Callable[..., Any], str]]:
         (type(name.rpartition(".")[2], (_StandIn,), {}), name)
         for name in named
         if name not in known
-        and (name.rpartition(".")[2].lstrip("_")[:1].isupper() or name.startswith(_FUNCTIONS_OF_TORCH))
+        and (name.rpartition(".")[2].lstrip("_")[:1].isupper() or name.startswith(_STOOD_IN_FOR))
     ]
 
 

@@ -31,7 +31,7 @@ from collage_optim.tensor_step import component_names
 from msgspec import Struct
 from torch import Tensor
 
-from collage_agent.audit.checkpoint_files import Checkpoint, CheckpointError, _StandIn, read_checkpoint
+from collage_agent.audit.checkpoint_files import Checkpoint, CheckpointError, _StandIn
 from collage_agent.audit.checkpoint_parameters import (
     SECOND_MOMENTS,
     CheckpointParameter,
@@ -39,6 +39,7 @@ from collage_agent.audit.checkpoint_parameters import (
     is_narrow,
     place_of,
 )
+from collage_agent.audit.split_layouts import read_checkpoint
 
 __all__ = ["Conversion", "ConvertedCheckpoint", "check_output", "convert_checkpoint", "render_conversion"]
 

@@ -18,10 +18,10 @@ from msgspec import Struct
 
 from collage_agent.audit.checkpoint_advice import advice_about
 from collage_agent.audit.checkpoint_audit import audit_checkpoint
-from collage_agent.audit.checkpoint_files import read_checkpoint
 from collage_agent.audit.checkpoint_parameters import checkpoint_parameters
 from collage_agent.audit.conversion import Conversion, check_output, convert_checkpoint
 from collage_agent.audit.findings import AuditFinding
+from collage_agent.audit.split_layouts import read_checkpoint
 from collage_agent.checked_steps import CheckedSteps
 from collage_monitor.diagnosis import Lacking
 from collage_monitor.environment import CHECK_REPORT, CHECK_STEPS, CHECKPOINT, VARIABLES, launch_variables
