@@ -5,6 +5,7 @@ from collage_optim.base import CollageOptimizer
 from collage_optim.distributed import load_distributed
 from collage_optim.optimizers import CollageAdam, CollageAdamW, CollageLion, CollageSGD, RuleOptimizer
 from collage_optim.state_loading import CONVERTED_FROM, RESIDUALS_FROM
+from collage_optim.step_totals import FoundTotals, StepTotals
 from collage_optim.strategies import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
@@ -25,6 +26,7 @@ __all__ = [
     "CollageLion",
     "CollageOptimizer",
     "CollageSGD",
+    "FoundTotals",
     "LOW_COMPONENT_SUFFIX",
     "MASTER_PARAMETER",
     "Moment",
@@ -36,6 +38,7 @@ __all__ = [
     "Scalar",
     "State",
     "StateStorage",
+    "StepTotals",
     "StorageStrategy",
     "UpdateRule",
     "known_strategy",

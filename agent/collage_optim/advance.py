@@ -24,7 +24,7 @@ from collage_optim.random_numbers import RandomBits, RandomSource, Seeding
 from collage_optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
 from collage_optim.update_rules import Moment, UpdateRule
 
-__all__ = ["Advance", "Run", "Step", "advance_in_storage", "advance_in_wide"]
+__all__ = ["Advance", "AskedTotals", "Run", "Step", "advance_in_storage", "advance_in_wide"]
 
 _NOT_MOMENTS = ("parameter", "gradient", PARAMETER_LOW)
 
@@ -35,10 +35,18 @@ Advance = Callable[[State, Mapping[str, Scalar], RandomSource | None], Run]
 
 
 @dataclass(frozen=True)
+class AskedTotals:
+    """exact: the step's numbers in double precision. found: where what it adds up is left (`step_totals.py`)."""
+
+    exact: Mapping[str, Scalar]
+    found: list[Any]
+
+
+@dataclass(frozen=True)
 class Step:
     """Everything that a step needs besides the tensors. dtype: the weights'. is_coupled: whether weight and first
     moment exchange what rounding takes (`collage_optim.coupling`). launch: steps all tensors at once, on a device
-    (`collage_optim.device_step`)."""
+    (`collage_optim.device_step`); asked: with it, that it adds up totals, from these numbers."""
 
     dtype: torch.dtype
     rule: UpdateRule
@@ -52,6 +60,7 @@ class Step:
     compiled: Advance | None = None
     is_coupled: bool = False
     launch: Callable[["Step", list[Any]], None] | None = None
+    asked: AskedTotals | None = None
 
 
 def advance_in_wide(

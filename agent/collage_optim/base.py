@@ -14,15 +14,23 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from collage_optim import integer_codes, state_loading
-from collage_optim.advance import Step
+from collage_optim.advance import AskedTotals, Step
 from collage_optim.arithmetic import State, WideArithmetic, constant, shared_workspace
-from collage_optim.compiled import Structure, check_compiled, compiled_step, device_step, packed_scalars
+from collage_optim.compiled import (
+    Structure,
+    adds_totals,
+    check_compiled,
+    compiled_step,
+    device_step,
+    packed_scalars,
+)
 from collage_optim.device_step import launches
 from collage_optim.external_writes import ON_EXTERNAL_WRITE, ExternalWrites
 from collage_optim.hyperparameter_checks import TORCH_FORMS, check_torch_options
 from collage_optim.random_numbers import Seeding, default_seed
 from collage_optim.range_guards import UpdateGuard, check_moments, check_range, log_once, range_findings
 from collage_optim.state_loading import CONVERTED_FROM, RESIDUALS_FROM
+from collage_optim.step_totals import StepTotals
 from collage_optim.strategies import (
     MASTER_PARAMETER,
     PARAMETER_LOW,
@@ -64,9 +72,14 @@ class CollageOptimizer(Optimizer):
     Per-group options include `strategy` and `arithmetic`. State keys are torch's, beside them `parameter_low`,
     `master_parameter`, and KEY_low for an average kept as an expansion. Elements never mix, so shards may be
     stepped. Nothing here synchronises a device, unless a learning rate is a tensor that lives on one.
+
+    step_totals: set before a step, it asks for totals of its updates, which kernels add up and leave there. The
+    step takes it, so that the next one is not asked. No copy or checkpoint has it.
     """
 
     rule: ClassVar[UpdateRule]
+    step_totals: StepTotals | None
+    _taken_totals: StepTotals | None
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         if isinstance(params, torch.nn.Module):
@@ -84,6 +97,7 @@ class CollageOptimizer(Optimizer):
         """Begin the parts that no copy or checkpoint has: every step makes them again."""
         self._external_writes = ExternalWrites()
         self._update_guard = UpdateGuard()
+        self.step_totals = self._taken_totals = None
         self._accepted: list[tuple[Any, ...]] = []
         self._forms: dict[Tensor, tuple[torch.dtype, torch.Size, torch.device]] = {}
 
@@ -204,6 +218,7 @@ class CollageOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         members = self._gathered()
+        self._taken_totals, self.step_totals = self.step_totals, None
         self._external_writes.adopt(zip(self.param_groups, members, strict=True), self._name_of)
         self._look_at_updates(members)
         for group, own in zip(self.param_groups, members, strict=True):
@@ -349,10 +364,12 @@ class CollageOptimizer(Optimizer):
         moments, scalars = rule.moments(group), rule.scalars(group, number)
         ahead = rule.scalars_ahead(group, number) if strategy.coupled else {}
         scalars.update(ahead)
-        wide, compiled, launch = wide_dtype(dtype), None, None
+        wide, compiled, launch, asked = wide_dtype(dtype), None, None, None
         form = (group["maximize"], dtype, device.type, tuple(scalars), bool(ahead))
         if group["compiled"] is not False and not strict and launches(device):
-            launch = self._launch(Structure(rule, strategy, moments, *form))
+            launch, adds = self._launch(Structure(rule, strategy, moments, *form))
+            if self._taken_totals is not None and adds:
+                asked = AskedTotals(dict(scalars), self._taken_totals.found)
         elif group["compiled"] and device.type == "cpu":
             compiled = compiled_step(Structure(rule, strategy, moments, *form))
         if compiled is not None:
@@ -372,12 +389,17 @@ class CollageOptimizer(Optimizer):
             compiled=compiled,
             is_coupled=bool(ahead),
             launch=launch,
+            asked=asked,
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _launch(self, structure: Structure) -> Any:
-        """The kernel of a step, if there is one here; a user's torch.compile must not trace how it is made."""
-        return device_step(structure)
+    def _launch(self, structure: Structure) -> tuple[Any, bool]:
+        """The kernel of a step, if there is one here, and whether it adds up the totals that are asked for.
+
+        A user's torch.compile must not trace how it is made.
+        """
+        kernel = device_step(structure)
+        return kernel, self._taken_totals is not None and kernel is not None and adds_totals(structure)
 
     def _moments(self, group: Group) -> tuple[Moment, ...]:
         return self.rule_of(group).moments(group)
@@ -409,6 +431,11 @@ class CollageOptimizer(Optimizer):
     def exact_rule(self) -> Callable[..., tuple[Tensor, State]]:
         """The function that makes this optimizer's step in fp64: `exact_displacement`."""
         return self.exact_displacement
+
+    @property
+    def has_rules_step(self) -> bool:
+        """Whether `exact_rule` is the rule's own step, which kernels that add up totals take for u."""
+        return getattr(self.exact_rule(), "__func__", None) is CollageOptimizer.exact_displacement.__func__  # type: ignore[attr-defined]
 
     @classmethod
     def exact_displacement(

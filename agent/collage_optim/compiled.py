@@ -10,6 +10,7 @@ step's CPU time (`benchmarks.optimizer`).
 """
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +21,15 @@ from typing import Any, cast
 import torch
 
 from collage_optim import cpu_vectors, integer_codes
-from collage_optim.advance import Advance, Run, Step, advance_in_wide
+from collage_optim.advance import Advance, AskedTotals, Run, Step, advance_in_wide
 from collage_optim.arithmetic import Scalar, State, WideArithmetic, Workspace
+from collage_optim.device_code import CHUNK_ELEMENTS
 from collage_optim.device_step import DeviceStep
 from collage_optim.from_host import from_host
 from collage_optim.random_numbers import RandomSource, Seeding
+from collage_optim.step_totals import FoundTotals, advance_and_add
 from collage_optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
-from collage_optim.tensor_step import Member, component_names, step_tensors, wide_dtype
+from collage_optim.tensor_step import Member, chunks, component_names, step_tensors, wide_dtype
 from collage_optim.update_rules import Moment, UpdateRule
 
 __all__ = [
@@ -34,6 +37,7 @@ __all__ = [
     "DirectCall",
     "Structure",
     "TESTED_ELEMENTS",
+    "adds_totals",
     "check_compiled",
     "compiled_step",
     "device_step",
@@ -123,6 +127,49 @@ def device_step(structure: Structure) -> DeviceStep | None:
         return kernel
     _warn(structure, reason)
     return None
+
+
+@lru_cache(maxsize=64)
+def adds_totals(structure: Structure) -> bool:
+    """Whether the kernel of a step can add up its totals: the eager step's bits, and its sums.
+
+    Where not, one line is logged: nothing that trains depends on it.
+    """
+    kernel = device_step(structure)
+    if kernel is None or structure.dtype == torch.float64:
+        return False
+    found: list[FoundTotals] = []
+
+    def stepped(components: State, numbers: Mapping[str, Scalar]) -> None:
+        asked = AskedTotals(numbers, found)
+        step = replace(_step(structure, numbers), launch=kernel, asked=asked)
+        step_tensors(step, [Member(0, components["parameter"], components["gradient"], components)])
+
+    try:
+        sizes = (TESTED_ELEMENTS, _ALIGNED_ELEMENTS)
+        reason = next(filter(None, (_difference_from_eager(structure, stepped, size) for size in sizes)), None)
+        reason = reason or _difference_of_totals(structure, found[-1])
+    except Exception as error:  # As in `device_step`.
+        reason = _described(error)
+    if reason is not None:
+        told = "the totals of steps of strategy %r are not added up in their kernel: %s"
+        logging.getLogger("collage_optim").warning(told, structure.strategy.name, reason)
+    return reason is None
+
+
+def _difference_of_totals(structure: Structure, found: FoundTotals) -> str | None:
+    """The sum that differs from the one of an eager step of the same elements, whole chunks, or None."""
+    numbers = _tested_numbers(structure)
+    step, flat, first = _step(structure, numbers), _components(structure, _ALIGNED_ELEMENTS), 0
+    exact = {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
+    expected = torch.zeros(len(found.names), dtype=torch.float64, device=flat["parameter"].device)
+    for chunk in chunks(dict(integer_codes.unpacked(flat)), CHUNK_ELEMENTS):
+        source = None if step.seeding is None else step.seeding.at(0).from_element(first)
+        sums = advance_and_add(step, WideArithmetic(), chunk, numbers, exact, source)
+        expected += torch.stack([sums[name] for name in found.names])
+        first += CHUNK_ELEMENTS
+    alike = torch.isclose(found.sums[0, : len(expected)], expected, rtol=1e-9, atol=0.0).tolist()
+    return next((f"{name} differs" for name, same in zip(found.names, alike, strict=True) if not same), None)
 
 
 def _described(error: Exception) -> str:
@@ -308,11 +355,15 @@ def _components(structure: Structure, elements: int = TESTED_ELEMENTS) -> State:
     return {name: found[name].to(structure.device_type) for name in names}
 
 
+def _tested_numbers(structure: Structure) -> dict[str, Scalar]:
+    return {name: 2.0**-4 * (index + 1) for index, name in enumerate(structure.scalar_names)}
+
+
 def _difference_from_eager(
     structure: Structure, stepped: Callable[[State, Mapping[str, Scalar]], None], elements: int
 ) -> str | None:
     """Step the same components both ways; returns the fault of the compiled result, or None."""
-    numbers: dict[str, Scalar] = {name: 2.0**-4 * (index + 1) for index, name in enumerate(structure.scalar_names)}
+    numbers = _tested_numbers(structure)
     eager = _components(structure, elements)
     compiled = {name: tensor.clone() for name, tensor in eager.items()}
     with torch.no_grad():

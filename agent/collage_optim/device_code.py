@@ -269,6 +269,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "lanes", torch.int32
         if name == "amax":
             return self._largest(args), torch.float32
+        if name == "sum":
+            return self._sum(args), target.dtype
         if name in (*_FILLED, "full_like", "full", "scalar_tensor", "fill"):
             number = _FILLED[name] if name in _FILLED else args[0 if name == "scalar_tensor" else 1]
             return f"tl.full({_tuple(tuple(target.shape))}, {number!r}, {_TYPES[dtype]})", dtype
@@ -344,9 +346,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         within = self._line(f"tl.where(tl.reshape(within, {shape}), {self.read(given)}, 0.0)")
         return f"_largest({within})"
 
+    def _sum(self, args: Sequence[Any]) -> str:
+        """The sum of each row, or of a vector. Elements behind the tensor's end count as 0."""
+        given, dimensions = args[0], list(args[1]) if len(args) > 1 else []
+        if given.dtype not in (torch.float64, torch.int64) or dimensions not in ([], [1]) or len(args) > 2:
+            raise UnsupportedOperation(f"sum over {dimensions} of {given.dtype}")
+        if given.dim() != 1 + len(dimensions):
+            raise UnsupportedOperation(f"sum over {dimensions} of {tuple(given.shape)}")
+        found = self.read(given)
+        if given.numel() == CHUNK_ELEMENTS:
+            within = f"tl.reshape(within, {_tuple(tuple(given.shape))})"
+            found = self._line(f"tl.where({within}, {found}, {self._operand(0, given.dtype)})")
+        return f"tl.sum({found}, axis={len(dimensions)})"
 
-def kernel_source(name: str, recorder: Recorder) -> str:
-    """A kernel of what was recorded.
+
+def kernel_source(name: str, recorder: Recorder, sums: Sequence[Tensor] = (), columns_of_sums: int = 0) -> str:
+    """A kernel of what was recorded. sums: of each chunk, of no dimension, which it stores as a row.
 
     Its arguments, in this order:
     COMPONENT_of, for each component: the addresses of the tensors' elements, int64 [tensors].
@@ -355,6 +370,8 @@ def kernel_source(name: str, recorder: Recorder) -> str:
     chunks: a tensor and which of its chunks, for each program, int32 [programs, 2].
     scalars: the numbers of the step. turned: the rotation of its random numbers, int32 [1].
     ALIGNED: bytes of which all addresses, and elements of which all sizes are multiples: 16, or 1.
+    exact, rows, where there are sums: numbers in double precision, and for each program a row of the sums, fp64
+    [programs, columns_of_sums].
     """
     stored = [(own, recorder.read(own.tensor)) for own in recorder.components if own.store]
     used = [own for own in recorder.components if own.load or own.store]
@@ -363,19 +380,23 @@ def kernel_source(name: str, recorder: Recorder) -> str:
         *(_load(own) for own in used if own.load),
         recorder.lines,
         *([_store(own, value)] for own, value in stored),
+        [f"tl.store(row + {place}, {recorder.read(total)})" for place, total in enumerate(sums)],
     ]
     body = "\n    ".join(line for part in parts for line in part)
     columns = ", ".join(f"{own.name}_of" for own in recorder.components)
+    given = f"{columns}, sizes, sources, chunks, scalars, turned{', exact, rows' if sums else ''}"
+    row = f"row = rows + tl.program_id(0).to(tl.int64) * {columns_of_sums}" if sums else ""
     return f"""{_HEAD}
 
 @triton.jit
-def {name}({columns}, sizes, sources, chunks, scalars, turned, ALIGNED: tl.constexpr):
+def {name}({given}, ALIGNED: tl.constexpr):
     which = tl.load(chunks + 2 * tl.program_id(0))
     first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * {CHUNK_ELEMENTS}
     left = tl.minimum(tl.load(sizes + which) - first, {CHUNK_ELEMENTS}).to(tl.int32)
     left = tl.multiple_of(left, ALIGNED)
     lanes = tl.arange(0, {CHUNK_ELEMENTS})
     within = lanes < left
+    {row}
     {body}
 """
 

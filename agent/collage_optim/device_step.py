@@ -27,16 +27,19 @@ from collage_optim.arithmetic import INDEX_FACTOR, State, WideArithmetic, signed
 from collage_optim.device_code import CHUNK_ELEMENTS, Recorder, built, kernel_source
 from collage_optim.from_host import from_host
 from collage_optim.random_numbers import RandomSource, shard_number
+from collage_optim.step_totals import FoundTotals, added_by_tensor, advance_and_add, groups_of
 from collage_optim.strategies import MASTER_PARAMETER, PARAMETER_LOW
 from collage_optim.tensor_step import Member, component_names, stepped_together, wide_dtype
 
-__all__ = ["DeviceStep", "OPTIONS", "WARPS", "launches", "step_source"]
+__all__ = ["DeviceStep", "OPTIONS", "OPTIONS_OF_TOTALS", "WARPS", "launches", "step_source", "totals_source"]
 
 WARPS: Final = 4
 _ALIGNED: Final = 16
 _NAME: Final = "step"
 OPTIONS: Final = {"num_warps": WARPS, "enable_fp_fusion": False}
 """A product and a sum are rounded separately, as in eager steps."""
+OPTIONS_OF_TOTALS: Final = {**OPTIONS, "num_warps": 2 * WARPS}
+"""Half the elements a thread: their fp64 numbers would not fit its registers."""
 
 
 def launches(device: torch.device) -> bool:
@@ -48,7 +51,8 @@ def launches(device: torch.device) -> bool:
 
 
 class DeviceStep:
-    """The kernels of one form of step, one for each dtype of gradients: `Step.launch`.
+    """The kernels of one form of step, one for each dtype of gradients, and for whether totals are asked for:
+    `Step.launch`.
 
     step: of that form; only its numbers may differ in the steps that are launched.
     """
@@ -56,7 +60,7 @@ class DeviceStep:
     def __init__(self, step: Step) -> None:
         self._form = replace(step, launch=None, compiled=None)
         self._names = ["parameter", "gradient", *component_names(step.strategy, step.moments)]
-        self._kernels: dict[torch.dtype, Any] = {}
+        self._kernels: dict[tuple[torch.dtype, bool], tuple[Any, tuple[str, ...]]] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, step: Step, members: list[Member]) -> None:
@@ -66,20 +70,21 @@ class DeviceStep:
             # All that sources follow from: which tensors are joined depends on the strategy and on their sizes.
             where = numpy.array([(own.position, own.parameter.numel()) for own in members], dtype=numpy.int64)
             which = (step.strategy, step.seeding and step.seeding.seed, where.tobytes())
-            self._launch(step, gathered, which, lambda: _in_order(step, members))
+            self._launch(step, gathered, which, lambda: _in_order(step, members), members)
             return
-        by_gradient: dict[torch.dtype, list[tuple[State, RandomSource | None]]] = {}
+        by_gradient: dict[torch.dtype, list[tuple[State, RandomSource | None, Member]]] = {}
         copied: list[tuple[Tensor, Tensor]] = []
-        for _, components, source in _sources(step, members):
+        for member, components, source in _sources(step, members):
             dense = {name: tensor.contiguous() for name, tensor in components.items()}
             changed = [name for name in dense if dense[name] is not components[name] and name != "gradient"]
             copied += [(components[name], dense[name]) for name in changed]
             if dense["parameter"].numel():
-                by_gradient.setdefault(dense["gradient"].dtype, []).append((dense, source))
+                by_gradient.setdefault(dense["gradient"].dtype, []).append((dense, source, member))
         for found in by_gradient.values():
-            columns = {name: [own[name] for own, _ in found] for name in self._names}
-            sources = [source for _, source in found]
-            self._launch(step, columns, (tuple(sources),), lambda: sources)  # noqa: B023 - called at once.
+            columns = {name: [own[name] for own, *_ in found] for name in self._names}
+            sources = [source for _, source, _ in found]
+            owners = [member for *_, member in found]
+            self._launch(step, columns, (tuple(sources),), lambda: sources, owners)  # noqa: B023 - called at once.
         for tensor, dense_one in copied:
             tensor.copy_(dense_one)
 
@@ -99,11 +104,11 @@ class DeviceStep:
         columns: dict[str, list[Tensor]],
         which: tuple[Any, ...],
         sources: Callable[[], list[RandomSource | None]],
+        owners: list[Member],
     ) -> None:
         """Step contiguous tensors with elements, whose gradients have one dtype. which: what `sources` makes."""
-        device, gradient = columns["parameter"][0].device, columns["gradient"][0].dtype
-        if gradient not in self._kernels:
-            self._kernels[gradient] = built(_NAME, step_source(self._form, gradient))
+        device, asked = columns["parameter"][0].device, step.asked
+        kernel_of_step, names = self._kernel(columns["gradient"][0].dtype, asked is not None)
         addresses = numpy.array([[*map(Tensor.data_ptr, column)] for column in columns.values()], dtype=numpy.int64)
         elements = numpy.array([*map(Tensor.numel, columns["parameter"])], dtype=numpy.int64)
         aligned = ~(addresses % _ALIGNED).any(axis=0) & (elements % _ALIGNED == 0)
@@ -117,12 +122,29 @@ class DeviceStep:
             if not chosen.any():
                 continue
             chunks = _kept((*here, elements.tobytes(), chosen.tobytes()), _chunk_table, elements, chosen, device)
-            kernel = self._kernels[gradient][(len(chunks),)]
+            kernel = kernel_of_step[(len(chunks),)]
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                kernel(*tables, chunks, *numbers, ALIGNED=alignment, **OPTIONS)
+                if asked is None:
+                    kernel(*tables, chunks, *numbers, ALIGNED=alignment, **OPTIONS)
+                    continue
+                rows = torch.empty(len(chunks), columns_of(names), dtype=torch.float64, device=device)
+                exact = from_host(torch.tensor([*map(float, asked.exact.values())], dtype=torch.float64), device)
+                kernel(*tables, chunks, *numbers, exact, rows, ALIGNED=alignment, **OPTIONS_OF_TOTALS)
+                key = (*here, elements.tobytes(), chosen.tobytes())
+                groups = [_kept((*key, level), _group_table, elements[chosen], level, device) for level in (0, 1)]
+                stepped = [owner.parameter for owner, own in zip(owners, chosen, strict=True) if own]
+                asked.found.append(FoundTotals(stepped, names, added_by_tensor(rows, *groups)))
         # Autograd cannot see what a kernel writes.
         written = [tensor for name, column in columns.items() if name != "gradient" for tensor in column]
         torch.autograd.graph.increment_version(written)
+
+    def _kernel(self, gradient: torch.dtype, adds: bool) -> tuple[Any, tuple[str, ...]]:
+        """The kernel of gradients of that dtype, and the names of its sums, if it `adds` some up."""
+        found = self._kernels.get((gradient, adds))
+        if found is None:
+            source, names = totals_source(self._form, gradient) if adds else (step_source(self._form, gradient), ())
+            found = self._kernels[gradient, adds] = built(_NAME, source), names
+        return found
 
 
 def _in_order(step: Step, members: list[Member]) -> list[RandomSource | None]:
@@ -154,16 +176,32 @@ def _chunks(elements: NDArray[numpy.int64], chosen: NDArray[numpy.bool_]) -> NDA
 
 def step_source(step: Step, gradient: torch.dtype) -> str:
     """The kernel of a step, of gradients of that dtype. Raises `UnsupportedOperation`."""
+    return _source(step, gradient, adds=False)[0]
+
+
+def totals_source(step: Step, gradient: torch.dtype) -> tuple[str, tuple[str, ...]]:
+    """The kernel of a step that adds up totals, and the sums' names, in order. Raises `UnsupportedOperation`."""
+    return _source(step, gradient, adds=True)
+
+
+def _source(step: Step, gradient: torch.dtype, *, adds: bool) -> tuple[str, tuple[str, ...]]:
     wide = wide_dtype(step.dtype)
     components = _components(step, gradient)
     scalars = {name: torch.empty((), dtype=wide, device="meta") for name in step.scalars}
+    exact = {name: torch.empty((), dtype=torch.float64, device="meta") for name in step.scalars if adds}
     drawn = {name: torch.empty((), dtype=torch.int32, device="meta") for name in ("start", "flipped", "rotation")}
-    recorder = Recorder(components, {**scalars, **drawn})
+    recorder = Recorder(components, {**scalars, **drawn, **{f"exact_{name}": own for name, own in exact.items()}})
+    sums: dict[str, Tensor] = {}
     with recorder:
         source = RandomSource(**drawn) if step.seeding is not None else None
         arithmetic = WideArithmetic(None, wide, wide)
-        advance_in_wide(step, arithmetic, dict(integer_codes.unpacked(components)), scalars, source)
+        chunk = dict(integer_codes.unpacked(components))
+        if adds:
+            sums = advance_and_add(step, arithmetic, chunk, scalars, exact, source)
+        else:
+            advance_in_wide(step, arithmetic, chunk, scalars, source)
     numbers = [f"{name} = tl.load(scalars + {place})" for place, name in enumerate(scalars)]
+    numbers += [f"exact_{name} = tl.load(exact + {place})" for place, name in enumerate(exact)]
     if step.seeding is not None:
         numbers += [
             f"start = tl.load(sources + 2 * which) + first.to(tl.int32) * {signed(INDEX_FACTOR)}",
@@ -171,7 +209,13 @@ def step_source(step: Step, gradient: torch.dtype) -> str:
             "rotation = tl.load(turned)",
         ]
     recorder.lines[:0] = numbers
-    return kernel_source(_NAME, recorder)
+    names = tuple(sums)
+    return kernel_source(_NAME, recorder, list(sums.values()), columns_of(names)), names
+
+
+def columns_of(names: tuple[str, ...]) -> int:
+    """Columns of a row of so many sums: a power of two."""
+    return 1 << max(len(names) - 1, 0).bit_length()
 
 
 def _components(step: Step, gradient: torch.dtype) -> State:
@@ -189,6 +233,10 @@ def _components(step: Step, gradient: torch.dtype) -> State:
 
 def _chunk_table(elements: NDArray[numpy.int64], chosen: NDArray[numpy.bool_], device: torch.device) -> Tensor:
     return from_host(_chunks(elements, chosen), device)
+
+
+def _group_table(elements: NDArray[numpy.int64], level: int, device: torch.device) -> Tensor:
+    return from_host(groups_of(-(-elements // CHUNK_ELEMENTS))[level], device)
 
 
 def _source_table(sources: Callable[[], list[RandomSource | None]], device: torch.device) -> Tensor:

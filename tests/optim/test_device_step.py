@@ -7,9 +7,21 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from collage_optim import CollageAdamW, StateStorage, StorageStrategy, base, compiled, device_step, strategies
+from collage_optim import (
+    CollageAdamW,
+    FoundTotals,
+    StateStorage,
+    StepTotals,
+    StorageStrategy,
+    base,
+    compiled,
+    device_step,
+    strategies,
+)
+from collage_optim.arithmetic import WideArithmetic
 from collage_optim.device_code import CHUNK_ELEMENTS, Recorder, UnsupportedOperation
 from collage_optim.random_numbers import Seeding
+from collage_optim.step_totals import GROUP_ROWS, advance_and_add, groups_of
 from collage_optim.tensor_step import step_tensors
 from collage_optim.update_rules import AdamRule
 
@@ -41,13 +53,31 @@ def test_numbers_that_are_not_finite_stay_where_they_are():
     run_with_triton(WITH_TRITON, "not_finite", interpreted=True)
 
 
+@pytest.mark.slow
+@only_where_published
+@pytest.mark.parametrize(
+    ("seed", "part"), [(0, 24), *(pytest.param(seed, 1, marks=pytest.mark.nightly) for seed in range(1, 4))]
+)
+def test_kernels_add_up_what_the_agent_measures_of_whole_tensors(seed, part):
+    """Counts to the last, sums within fp64's rounding, and the bits of the step: tails, several chunks, NaN."""
+    assert int(run_with_triton(WITH_TRITON, "totals", str(seed), str(part), interpreted=True)) >= 160 / part
+
+
+@pytest.mark.slow
+@only_where_published
+def test_rows_of_sums_are_added_by_tensor_in_two_levels():
+    run_with_triton(WITH_TRITON, "levels", interpreted=True)
+
+
 @pytest.fixture
 def as_on_a_device(monkeypatch):
     """Steps are kernels by default, as on a CUDA device."""
     monkeypatch.setattr(base, "launches", lambda device: True)
     compiled.device_step.cache_clear()
+    compiled.adds_totals.cache_clear()
     yield
     compiled.device_step.cache_clear()
+    compiled.adds_totals.cache_clear()
 
 
 def stepped(monkeypatch, made, **options):
@@ -87,6 +117,95 @@ def test_without_a_kernel_that_is_right_steps_are_eager_after_one_warning(monkey
         optimizers = stepped(monkeypatch, made)
     assert len(caught) == 1
     assert_same_bits(*optimizers)
+
+
+def adds_wrongly(form):
+    """A step whose kernel is right until it adds up totals: then they are those of another step."""
+
+    def launch(step, members):
+        eager = dataclasses.replace(step, launch=None, asked=None)
+        step_tensors(eager, members)
+        if step.asked is not None:
+            chunk = {name: own.flatten()[:CHUNK_ELEMENTS] for name, own in members[0].state.items() if own.dim()}
+            chunk |= {"parameter": members[0].parameter.detach().flatten()[:CHUNK_ELEMENTS]}
+            chunk |= {"gradient": members[0].gradient.flatten()[:CHUNK_ELEMENTS]}
+            chunk = {name: own.clone() for name, own in chunk.items()}
+            sums = advance_and_add(eager, WideArithmetic(), chunk, step.scalars, step.asked.exact)
+            step.asked.found.append(
+                FoundTotals([members[0].parameter], tuple(sums), torch.stack([*sums.values()])[None])
+            )
+
+    return launch
+
+
+def steps_wrongly(form):
+    """A kernel whose bits are others once it adds up totals."""
+
+    def launch(step, members):
+        step_tensors(dataclasses.replace(step, launch=None, asked=None), members)
+        if step.asked is not None:
+            members[-1].parameter[0].add_(1.0)
+
+    return launch
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [(adds_wrongly, "parameter_squared_sum differs"), (steps_wrongly, "parameter differs from the eager step")],
+    ids=["wrong sums", "wrong bits"],
+)
+def test_totals_that_are_not_right_are_not_asked_for(monkeypatch, caplog, made, reason):
+    """One line is logged, training goes on with the kernel that adds nothing, and no warning can end it."""
+    monkeypatch.setattr(compiled, "DeviceStep", made)
+    members = parameters()
+    optimizer = CollageAdamW(members, strategy="plus")
+    for step in range(2):
+        asked = optimizer.step_totals = StepTotals()
+        give_gradients(members, step=step)
+        optimizer.step()
+        assert asked.found == []
+        assert optimizer.step_totals is None
+    (record,) = caplog.records
+    assert (
+        record.getMessage() == f"the totals of steps of strategy 'plus' are not added up in their kernel: {reason}"
+    )
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+def test_without_triton_totals_are_not_added_up(monkeypatch):
+    monkeypatch.setattr(compiled, "DeviceStep", no_triton)
+    members = parameters()
+    optimizer = CollageAdamW(members, strategy="plus")
+    asked = optimizer.step_totals = StepTotals()
+    give_gradients(members, step=0)
+    with pytest.warns(RuntimeWarning, match="stepping eagerly"):
+        optimizer.step()
+    assert asked.found == []
+
+
+def test_a_sum_that_no_kernel_has_is_refused():
+    vector = torch.empty(CHUNK_ELEMENTS, device="meta")
+    with Recorder({"parameter": vector}, {}):
+        with pytest.raises(UnsupportedOperation, match=r"sum over \[\] of torch.float32"):
+            vector.sum()
+        with pytest.raises(UnsupportedOperation, match=r"sum over \[0\] of torch.float64"):
+            vector.double().view(32, 32).sum(0)
+        with pytest.raises(UnsupportedOperation, match=r"sum over \[\] of \(32, 32\)"):
+            vector.double().view(32, 32).sum()
+
+
+def test_each_row_of_sums_is_added_once():
+    counts = numpy.array([1, GROUP_ROWS + 1, 0, 2 * GROUP_ROWS])
+    by_group, by_tensor = groups_of(counts)
+    assert by_group.tolist() == [
+        [0, 1],
+        [1, GROUP_ROWS],
+        [1 + GROUP_ROWS, 1],
+        [2 + GROUP_ROWS, GROUP_ROWS],
+        [2 + 2 * GROUP_ROWS, GROUP_ROWS],
+    ]
+    assert by_tensor.tolist() == [[0, 1], [1, 2], [3, 0], [3, 2]]
 
 
 class Exponential(AdamRule):

@@ -4,8 +4,8 @@ Triton compiles a kernel to a device's assembly and, with the assembler that it 
 
     python -m tests.optim.triton_code TARGET RULE STRATEGY …
 
-prints one line of JSON for each strategy. `test_triton.py` starts it, because Triton lies apart from the other
-packages.
+prints one line of JSON for each strategy, after which + and a form may stand (`compiled_ahead`). `test_triton.py`
+starts it, because Triton lies apart from the other packages.
 """
 
 import json
@@ -19,7 +19,7 @@ import torch
 import triton
 from collage_optim import CollageAdamW, CollageLion, CollageSGD
 from collage_optim.device_code import CHUNK_ELEMENTS, built
-from collage_optim.device_step import OPTIONS, WARPS, step_source
+from collage_optim.device_step import OPTIONS, OPTIONS_OF_TOTALS, WARPS, step_source, totals_source
 from collage_optim.strategies import strategy_named
 from triton.backends.compiler import GPUTarget
 
@@ -32,16 +32,21 @@ TARGETS = {
 }
 RULES = {"AdamW": CollageAdamW, "Lion": CollageLion, "SGD": CollageSGD}
 _POINTED = {"sizes": "*i64", "sources": "*i32", "chunks": "*i32", "scalars": "*fp32", "turned": "*i32"}
+_POINTED |= {"exact": "*fp64", "rows": "*fp64"}
 _BITS = {"b8": 8, "b16": 16, "b32": 32, "b64": 64}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def compiled_ahead(rule, strategy, target):
-    """The kernel of a bfloat16 step, of tensors whose addresses and sizes are all aligned."""
+def compiled_ahead(rule, strategy, target, form):
+    """The kernel of a bfloat16 step of tensors whose addresses and sizes are all aligned, and its counts.
+
+    form: "totals", which it adds up; "step", which does not, with as many threads; "", as it is launched.
+    """
     optimizer = RULES[rule]([torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))], strategy=strategy, seed=1)
     group = optimizer.param_groups[0]
     step = optimizer._step(group, strategy_named(strategy), False, 1, torch.bfloat16, torch.device("cpu"))
-    kernel = built("step", step_source(step, torch.bfloat16))
+    with_totals, names = totals_source(step, torch.bfloat16)
+    kernel = built("step", with_totals if form == "totals" else step_source(step, torch.bfloat16))
     signature = {name: _POINTED.get(name, "*i64") for name in kernel.arg_names} | {"ALIGNED": "constexpr"}
     pointers = [(place,) for place, name in enumerate(kernel.arg_names) if name != "ALIGNED"]
     source = triton.compiler.ASTSource(
@@ -50,7 +55,8 @@ def compiled_ahead(rule, strategy, target):
         constexprs={"ALIGNED": ALIGNED},
         attrs={place: [["tt.divisibility", ALIGNED]] for place in pointers},
     )
-    return triton.compile(source, target=TARGETS[target], options=dict(OPTIONS))
+    made = triton.compile(source, target=TARGETS[target], options=dict(OPTIONS_OF_TOTALS if form else OPTIONS))
+    return made, {"numbers": len(step.scalars), "sums": len(names)}
 
 
 def moved(ptx, instruction, lanes):
@@ -81,6 +87,8 @@ def described(kernel, target):
     loaded, stored = (moved(ptx, instruction, 32) for instruction in ("ld", "st"))
     return {
         "assembly": ptx,
+        "loads": len(re.findall(r"ld\.global", ptx)),
+        "stores": len(re.findall(r"st\.global", ptx)),
         "machine_code_bytes": len(cubin),
         "registers": numbers["REG"],
         "spilt_bytes": numbers["STACK"] + numbers["LOCAL"],
@@ -93,5 +101,6 @@ def described(kernel, target):
 if __name__ == "__main__":
     target_given, rule_given, *strategies = sys.argv[1:]
     for strategy_given in strategies:
-        kernel_made = compiled_ahead(rule_given, strategy_given, target_given)
-        sys.stdout.write(json.dumps(described(kernel_made, target_given)) + "\n")
+        name_given, _, form_given = strategy_given.partition("+")
+        kernel_made, sizes = compiled_ahead(rule_given, name_given, target_given, form_given)
+        sys.stdout.write(json.dumps(described(kernel_made, target_given) | sizes) + "\n")

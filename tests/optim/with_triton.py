@@ -11,13 +11,18 @@ PART is a function of this module, and what follows its arguments.
 import contextlib
 import functools
 import logging
+import math
 import random
 import sys
 import warnings
+from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from collage_agent.handle import watch
+from collage_agent.intent import intent_choice
 from collage_optim import (
     STRATEGIES,
     CollageAdam,
@@ -31,8 +36,10 @@ from collage_optim import (
 )
 from collage_optim.device_code import Recorder, built, kernel_source
 from collage_optim.integer_codes import stored_value
+from collage_optim.step_totals import GROUP_ROWS, StepTotals, added_by_tensor, groups_of
 
 from examples.extension_rule.adabelief_rule import AdaBelief
+from tests.agent.step.test_measurer import totals_of
 from tests.optim.models import assert_same_bits
 
 RULES: dict[str, Any] = {
@@ -133,6 +140,113 @@ def law(seed, part="1"):
                 raise AssertionError(f"{rule}, {options}, {dtype}, gradients in {gradients}") from error
             found += 1
     sys.stdout.write(f"{found}\n")
+
+
+def watched_totals(model, optimizer, step_taken):
+    """The agent's own sums of the step, of every element, by layer."""
+    handle = watch(model, optimizer, every=1, sample="all", casts=())
+    with pytest.MonkeyPatch.context() as patch:
+        # As on a device: torch's fused kernel may be off by an ulp of fp64.
+        patch.setattr(intent_choice, "_is_fused", lambda *given: False)
+        step_taken()
+    handle.remove()
+    return totals_of(handle)
+
+
+def assert_same_sums(found, expected, told):
+    """Counts are the agent's. Sums differ by the order of their terms: by 1e-13 of their sizes, a thousand times
+    fp64's unit; a rounding variance by that of the sums that it compares, beneath its square."""
+    size = expected["intended_squared_sum"] + expected["effective_squared_sum"] + expected["visible_squared_sum"]
+    for key, value in found.items():
+        name, _, label = key.partition("/")
+        truth = expected.get(key, math.nan)
+        if math.isnan(truth):
+            assert name.startswith("state_"), (told, key)  # Of averages that are new, or not judged.
+            continue
+        bound = 0.0
+        if name.endswith("rounding_variance"):
+            value, truth = math.sqrt(value), math.sqrt(truth)
+            bound = expected[f"state_decrement_intended_sum/{label}"] if label else size
+        elif name.endswith("_sum"):
+            bound = size if name in ("intended_effective_sum", "intended_visible_sum") else truth
+        assert abs(value - truth) <= 1e-13 * abs(bound), (told, key, value, truth)
+
+
+def totals_beside_the_agents(kind, options, weights, gradients, told, taken=lambda optimizer: optimizer.step()):
+    """Two optimizers step alike: what the one's kernels add up is what the agent measures of the other's, whole.
+
+    taken: makes the step of the former.
+    """
+    eager, kernel = (kind(like(weights), **options) for _ in range(2))
+    found = 0
+    for step, given in enumerate(gradients):
+        for optimizer in (eager, kernel):
+            for weight, gradient in zip(optimizer.param_groups[0]["params"], given, strict=True):
+                weight.grad = gradient.to(weight.dtype)
+        expected = watched_totals(torch.nn.ParameterList(eager.param_groups[0]["params"]), eager, eager.step)
+        asked = kernel.step_totals = StepTotals()
+        taken(kernel)
+        for parameters, names, sums in asked.found:
+            for parameter, row in zip(parameters, sums.tolist(), strict=True):
+                place = next(n for n, own in enumerate(kernel.param_groups[0]["params"]) if own is parameter)
+                row_of = dict(zip(names, row, strict=False))
+                assert_same_sums(row_of, expected[str(place)], (*told, step, place))
+                found += 1
+        if not step:  # Numbers that are not finite have no one form.
+            assert_same_bits(eager, kernel)
+    return found
+
+
+def gradients_for(draw, weights, steps=2):
+    """Gradients of some steps; in the last tensor some are 0, and from the second step on one is not finite."""
+    for step in range(steps):
+        gradients = [torch.randn(weight.shape) * 1e-2 for weight in weights]
+        elements = len(gradients[-1])
+        gradients[-1][draw.randrange(elements // 2, elements) :] = 0.0
+        if step:
+            gradients[-1][draw.randrange(elements // 2)] = draw.choice((torch.nan, torch.inf))
+        yield gradients
+
+
+def by_kernel(optimizer):
+    with kernels(True):
+        optimizer.step()
+
+
+def totals(seed, part="1"):
+    """What kernels add up is what the agent measures of whole tensors after eager steps."""
+    found = 0
+    for number, (rule, (kind, own)) in enumerate(RULES.items()):
+        for place, strategy in enumerate(STRATEGIES):
+            if (number + place + int(seed)) % int(part):
+                continue
+            draw = random.Random(f"{seed} {rule} {strategy}")
+            torch.manual_seed(draw.randrange(2**32))
+            options = {**own, **drawn_options(draw, rule), "strategy": strategy}
+            weights = drawn_weights(draw, torch.bfloat16)
+            weights = [weight for weight in weights if weight.numel() and weight.is_contiguous()]
+            weights.append(torch.nn.Parameter((torch.randn(2_100) * 0.02).bfloat16()))
+            with contextlib.suppress(ValueError):
+                kind(like(weights), **options)
+                given = gradients_for(draw, weights)
+                seen = totals_beside_the_agents(kind, options, weights, given, (rule, options), by_kernel)
+                assert seen == 2 * len(weights)
+                found += seen
+    sys.stdout.write(f"{found}\n")
+
+
+def levels():
+    """Rows are added by tensor in two levels, within fp64's rounding of the exact sums, whatever they cancel."""
+    torch.manual_seed(0)
+    counts = numpy.array([1, GROUP_ROWS, 0, 3, 5 * GROUP_ROWS + 7, GROUP_ROWS + 1])
+    rows = torch.randn(int(counts.sum()), 4, dtype=torch.float64) * 10.0 ** torch.randint(-9, 10, (1, 4))
+    rows[:, 3] = torch.where(torch.arange(len(rows)) % 2 == 0, 1e15, -1e15) + rows[:, 3]
+    found = added_by_tensor(rows, *map(torch.from_numpy, groups_of(counts)))
+    for tensor, own in enumerate(torch.split(rows, counts.tolist())):
+        for column in range(rows.shape[1]):
+            terms = [Fraction(value) for value in own[:, column].tolist()]
+            most = (GROUP_ROWS + len(terms) // GROUP_ROWS + 1) * Fraction(2) ** -53 * sum(map(abs, terms))
+            assert abs(Fraction(found[tensor, column].item()) - sum(terms)) <= most, (tensor, column)
 
 
 def drawn_dtypes(draw, strategy):
