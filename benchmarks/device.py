@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from collage_agent.handle import watch
-from collage_optim import CollageAdamW
+from collage_optim import CollageAdamW, StepTotals
 from torch import nn
 
 from benchmarks import optimizer as shapes_of
@@ -33,12 +33,22 @@ FORMS = (
     ("coupled-8", True),
     ("plus", False),
 )
+ADDS_UP = ("split-master", "plus")
+"""Strategies whose kernel is also taken with the totals of each step."""
 FORMS_OF_LARGEST = (("split-master", True), ("split-master-8bit", True))
 WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 1024, 24, 16, 1024, 8
 WATCHES: dict[str, dict[str, Any]] = {
     "watch(), defaults": {},
     "watch(every=1, sample=2048, budget=None)": {"every": 1, "sample": 2048, "budget": None},
     "watch(every=1, budget=None, oracle=True)": {"every": 1, "budget": None, "oracle": True},
+}
+WATCHES_OF_OURS: dict[str, dict[str, Any]] = {
+    "split-master, watch(), defaults": {},
+    "split-master, totals at every step: watch(every=1, casts=(), budget=None)": {
+        "every": 1,
+        "casts": (),
+        "budget": None,
+    },
 }
 DEFAULTS_ROUND, EVERY_STEP_ROUND = 100, 8
 """Steps of a round. Two of them are watched: at the defaults the first measures more often than the next."""
@@ -92,6 +102,16 @@ def bytes_moved(optimizer: torch.optim.Optimizer) -> int:
     return moved
 
 
+def with_totals(optimizer: CollageAdamW) -> Callable[[], None]:
+    """A step that adds up its totals in its kernel."""
+
+    def step() -> None:
+        optimizer.step_totals = StepTotals()
+        optimizer.step()
+
+    return step
+
+
 def steps_of(model: tuple[int, int], rounds: int) -> Measuring:
     """Every form of a step, alternated, beside torch's."""
     elements = sum(math.prod(shape) for shape in shapes_of.shapes(model))
@@ -110,6 +130,9 @@ def steps_of(model: tuple[int, int], rounds: int) -> Measuring:
         members = on_device(model, torch.bfloat16)
         name = f"{strategy} {'kernel' if form else 'eager'}"
         add(name, CollageAdamW(members, lr=1e-4, strategy=strategy, compiled=form, seed=1))
+        if form and strategy in ADDS_UP and size != LARGEST:
+            adding = CollageAdamW(on_device(model, torch.bfloat16), lr=1e-4, strategy=strategy, seed=1)
+            contenders[f"{name}, totals at every step"] = with_totals(adding)
     for step in contenders.values():
         for _ in range(WARM_UP):
             step()
@@ -153,14 +176,16 @@ def training(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[nn.Module, A
     return model, optimizer, step
 
 
-def watching(rounds: int) -> Measuring:
-    """A training step with and without a watch, alternated."""
-    model, optimizer, step = training(lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True))
+def watching(
+    rounds: int, make: Callable[[Any], torch.optim.Optimizer], watches: dict[str, dict[str, Any]]
+) -> Measuring:
+    """A training step of this optimizer with and without a watch, alternated."""
+    model, optimizer, step = training(make)
     yield Figure("parameters", "M", (sum(p.numel() for p in model.parameters()) / 1e6,))
     for _ in range(WARM_UP):
         step()
     yield Figure("a training step", "ms", (milliseconds(step, CALLS),))
-    for name, options in WATCHES.items():
+    for name, options in watches.items():
         calls = EVERY_STEP_ROUND if options else DEFAULTS_ROUND
         times: dict[str, list[tuple[float, float]]] = {}
         for _ in range(rounds):
@@ -183,7 +208,11 @@ def measure(options: Options) -> Measuring:
     for model in MODELS.values():
         yield from steps_of(model, rounds)
         torch.cuda.empty_cache()
-    yield from watching(rounds)
+    yield from watching(rounds, lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True), WATCHES)
+    torch.cuda.empty_cache()
+    yield from watching(
+        rounds, lambda p: CollageAdamW(p, lr=1e-4, strategy="split-master", seed=1), WATCHES_OF_OURS
+    )
     return [f"{torch.cuda.get_device_name()}, torch {torch.__version__}"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import subprocess
 import sys
 import warnings
@@ -16,9 +17,11 @@ from collage_agent.handle import watch
 from collage_agent.transport import MemoryTransport
 from collage_optim import STRATEGIES, CollageAdamW
 
+from tests.agent.step.test_measurer import totals_of
 from tests.agent.training import mlp, train
 from tests.agent.watching.test_average_watch import check, lerp
 from tests.optim.models import give_gradients, parameters, tensors_of
+from tests.optim.with_triton import assert_same_sums
 from tests.reference.averages import ReferenceAverage, metrics_of
 
 pytestmark = pytest.mark.gpu
@@ -107,6 +110,32 @@ def test_the_numbers_are_those_of_the_host(strategy):
             # The error's square is a difference of sums, which fp64 knows to 1e-16 of the whole.
             least = 1e-8 if key == "update_error_ratio" else 1e-15
             assert theirs[key] == (value if value is None else pytest.approx(value, rel=1e-9, abs=least)), key
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_kernels_add_up_the_totals_of_every_element_and_nothing_waits(strategy):
+    """Beside a whole sample of the same steps, taken eagerly, after a gradient that is not finite, too."""
+    shapes = ((300, 70), (7,), (1,), (10_007,))
+    found: list[dict[str, Any]] = []
+    waits: list[warnings.WarningMessage] = []
+    forms: tuple[Any, ...] = ((None, {"sample": 512, "casts": ()}), (False, {"sample": "all"}))
+    for form, options in forms:
+        members = [torch.nn.Parameter(member.detach().cuda()) for member in parameters(shapes=shapes)]
+        optimizer = CollageAdamW(members, lr=1e-3, strategy=strategy, compiled=form, seed=7)
+        handle = watch(torch.nn.ParameterList(members), optimizer, every=1, budget=None, **options)
+        for step in range(4):
+            give_gradients(members, step=step)
+            torch.as_tensor(members[0].grad)[0, :step] = torch.nan
+            with waiting_is_listened_to() as waited:
+                optimizer.step()
+            waits += waited if step > 1 and form is None else []
+        found.append(totals_of(handle))
+    assert [str(wait.message) for wait in waits if "synchronizing" in str(wait.message)] == []
+    for name, totals in found[0].items():
+        assert totals["sampled"] == totals["elements"]
+        own = {key: float(value) for key, value in totals.items() if not math.isnan(value)}
+        assert len(own) >= 28
+        assert_same_sums(own, found[1][name], (strategy, name))
 
 
 def zip_layers(host, device):

@@ -20,7 +20,7 @@ from collage_agent.intent.intent_choice import Intent
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.sample.state_mappings import states_of
 from collage_agent.stats.counterfactuals import COUNTERFACTUAL_SUMS
-from collage_agent.step.bucket import Bucket
+from collage_agent.step.bucket import LOOK_EVERY, Bucket
 from collage_agent.step.bucket_planner import Kind, Planner, Signature, step_counter_of
 from collage_agent.step.device_gather import prepare
 from collage_agent.step.gather import BlockLayout, TensorViews
@@ -28,6 +28,7 @@ from collage_agent.step.observed_step import Follows
 from collage_agent.step.optimizer_oracles import Oracles
 from collage_agent.step.oracle import Oracle
 from collage_agent.step.rotation import ELEMENTS_A_STEP, Rotation, nan_where_skipped
+from collage_agent.step.totals import KernelTotals
 from collage_agent.step.touched_rows import TouchedBucket
 from collage_agent.step.windows import Windows
 from collage_agent.training.skipped_steps import loss_scaling
@@ -50,6 +51,10 @@ class StepMeasurer:
     Call `before` and `after` around each measured step. `occasional` holds the keys that the last measured step
     reported but other steps may not: windows and counterfactuals. Tensors stepped in lock-step are measured as one
     bucket. When gradients come or go, or states appear, the buckets are planned again.
+
+    Kernels of our optimizers add up totals of every element (`KernelTotals`), which replace the sample's. For what
+    they lack, the sample is still taken: at every LOOK_EVERY-th measured step if they step all tensors and nobody
+    asked for copies, an oracle or windows, and at each otherwise.
     """
 
     def __init__(
@@ -74,6 +79,11 @@ class StepMeasurer:
         self._follows: Follows = "nothing"
         self._rotation = Rotation(None if sample == "all" else ELEMENTS_A_STEP)
         self._rotates = _rotates(intents)
+        self._kernel = KernelTotals()
+        self._without_sample: int | None = None
+        """Measured steps since the last one with a sample; None: kernels are not known to add up all tensors."""
+        self._takes_sample = True
+        self._copies = bool(casts)
         self._buffer_bytes: tuple[tuple[object, ...] | None, float] = (None, 0.0)
         for device in {entry.parameter.device for entry in watched}:
             prepare(device)
@@ -115,7 +125,7 @@ class StepMeasurer:
         replaced = any(new.parameter is not old.parameter for new, old in zip(watched, self.watched, strict=False))
         self._planner.regroup(watched, intents)
         self._rotates = _rotates(intents)
-        self._signature = None
+        self._signature = self._without_sample = None
         if self.windows is not None:
             self.windows.plan_anew()
         if replaced:
@@ -129,6 +139,7 @@ class StepMeasurer:
         if self.windows is not None:
             self.windows.discard()
         self._signature, self._buckets = None, []
+        self._without_sample = None
         self._rotation.forget()
         self._follows = "nothing"
 
@@ -139,6 +150,7 @@ class StepMeasurer:
         if self.windows is not None:
             self.windows.discard()
         self._signature, self._follows = None, "other steps"
+        self._without_sample = None
 
     def measure_replays(self) -> None:
         """From now on a CUDA graph may take the steps, and clip or cast the gradients in it.
@@ -192,8 +204,15 @@ class StepMeasurer:
         if self._oracles is not None or (self.windows is not None and self.windows.is_open):
             self._versions = [watched.parameter._version for watched in self.watched]
 
-    def before(self, optimizer: Optimizer, *, closure: bool) -> None:
-        """Gather what the step is about to change. Inside `isolated`."""
+    def before(self, optimizer: Optimizer, *, closure: bool, counterfactuals: bool = True) -> None:
+        """Gather what the step is about to change. Inside `isolated`.
+
+        counterfactuals: whether `after` is to measure them, which takes a sample.
+        """
+        self._kernel.ask(None if closure else optimizer)
+        self._takes_sample = closure or counterfactuals or self._sample_is_due()
+        if not self._takes_sample:
+            return
         signature = self._signature_now(optimizer, closure)
         if signature != self._signature:
             if self._oracles is not None:
@@ -214,29 +233,58 @@ class StepMeasurer:
             if self._rotates:
                 self._rotation.before(optimizer, self._planner, self._follows)
 
+    def _sample_is_due(self) -> bool:
+        known = self._without_sample
+        asked = self._copies or self._oracles is not None or self.windows is not None or self._rotates
+        return asked or known is None or known + 1 >= LOOK_EVERY
+
     def after(self, optimizer: Optimizer, *, counterfactuals: bool = False) -> list[Table[Tensor]]:
         """Estimated totals of the step, [statistic][layer], a table for each part of it. Inside `isolated`.
 
         `counterfactuals`: also measure how much other storage strategies would have kept.
         """
         scale, skipped = loss_scaling(optimizer)
-        self._follows = "measured step"
-        found: list[Table[Tensor]] = []
-        for bucket in self._buckets:
-            found += bucket.measure(optimizer, scale, counterfactuals=counterfactuals)
-        if skipped is not None:
-            found = [nan_where_skipped(skipped, part) for part in found]
-        if self._oracles is not None:
-            self._oracles.keep_buckets(self._buckets)
+        whole = self._kernel.tables(self.watched)
+        found = self._after_sample(optimizer, scale, counterfactuals) if self._takes_sample else []
+        self._note_coverage(found, whole)
+        found = [nan_where_skipped(skipped, part) for part in (*found, *whole)]
+        if not self._takes_sample:
+            return found
         if self._rotates:
             found += self._rotation.after(optimizer, scale, skipped)
         kept = counterfactuals and any(COUNTERFACTUAL_SUMS[0] in part for part in found)
-        self.occasional = [COUNTERFACTUAL_SUMS] if kept else []
+        self.occasional += [COUNTERFACTUAL_SUMS] if kept else []
         if self.windows is not None:
             ended = self.windows.after(optimizer)
             self.occasional += dict.fromkeys(tuple(part.statistics) for part in ended)
             found += [nan_where_skipped(skipped, part) for part in ended]
         return found
+
+    def _after_sample(
+        self, optimizer: Optimizer, scale: Tensor | None, counterfactuals: bool
+    ) -> list[Table[Tensor]]:
+        self._follows = "measured step"
+        found: list[Table[Tensor]] = []
+        for bucket in self._buckets:
+            found += bucket.measure(optimizer, scale, counterfactuals=counterfactuals)
+        if self._oracles is not None:
+            self._oracles.keep_buckets(self._buckets)
+        return found
+
+    def _note_coverage(self, sampled: Sequence[Table[Tensor]], whole: Sequence[Table[Tensor]]) -> None:
+        """Whether the next measured steps need a sample, and what only this one's sample could say."""
+        self.occasional = []
+        members = {member for bucket in self._buckets for member in bucket.members}
+        if not members or not members <= self._kernel.covered:
+            self._without_sample = None
+        elif not self._takes_sample:
+            self._without_sample = (self._without_sample or 0) + 1
+        else:
+            self._without_sample = 0
+            said = {key for part in whole for key in part.statistics}
+            self.occasional = [
+                tuple(dict.fromkeys(key for part in sampled for key in part.statistics if key not in said))
+            ]
 
     def _signature_now(self, optimizer: Optimizer, closure: bool) -> Signature:
         return self._signature_of(optimizer, closure, self._attached_oracles())

@@ -1,4 +1,4 @@
-"""From sums by block to estimated totals by layer, and from all parts to one table.
+"""From sums by block to estimated totals by layer, or from sums of every element, and from all parts to one table.
 
 Keys are the catalogue's; the rows and columns of each part find their places by name.
 
@@ -8,15 +8,20 @@ Scaling from sample to tensor happens here alone. The catalogue defines each tot
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import lru_cache
+from typing import Any, Final
 
 import torch
+from collage_optim import CollageOptimizer, FoundTotals, StepTotals
 from collage_optim.from_host import from_host
+from collage_optim.integer_codes import unpacked
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from collage_agent.sample.sampling import TensorSample
+from collage_agent.sample.stored_parts import decaying
 from collage_agent.stats import MEASURES, OPTIONAL, StepView, Sums, classes, edq, update_histogram
 from collage_agent.stats.block_sums import Segments
 from collage_agent.stats.classes import active_elements
@@ -31,6 +36,7 @@ from collage_agent.stats.intervals import (
 )
 from collage_agent.stats.step_view import table_of
 from collage_agent.step.gather import BlockLayout
+from collage_agent.training.watched_parameters import WatchedParameter
 from collage_monitor.definitions import SAMPLE, Interval
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import METRICS, statistic
@@ -38,11 +44,13 @@ from collage_monitor.totals_table import Axis, Table
 
 __all__ = [
     "BlockTotals",
+    "KernelTotals",
     "SIZE_ROWS",
     "SampleSizes",
     "TableUnion",
     "combine_tiles",
     "estimated_totals",
+    "is_fast_in_fp64",
     "measure_tile",
 ]
 
@@ -67,6 +75,14 @@ def _ratios_of(keys: Collection[str]) -> dict[str, Interval]:
 
 
 _BASE: Final = (*edq.NORM_KEYS, *edq.EDQ_KEYS, *classes.KEYS, *update_histogram.KEYS)
+_OF_DECREMENTS: Final = (
+    "state_decrement_intended_sum",
+    "state_decrement_observed_sum",
+    "state_rounding_variance",
+)
+_FAST_IN_FP64: Final = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (9, 4), (10, 0)})
+"""Compute capabilities of devices that take 2 to 4 times as long in fp64 as in fp32: P100 to B200, and MI300."""
+_NOTHING: Final = "effective_squared_sum_without_u"
 _BASE_STATISTICS: Final = (*_FIXED, *_BASE, *interval_keys(_ratios_of(_BASE)), UNSEEN)
 """What every measured step of every optimizer reports, as NaN where it is missing."""
 
@@ -224,6 +240,103 @@ def estimated_totals(
     others = [table.array for table in blocks.by_tensor]
     array = torch.cat((sizes.fixed, sums[:-1], *others, variances, fourth, unseen)).mul_(rows.factor)
     return Table(rows.axis, layers, array)
+
+
+@dataclass(frozen=True)
+class _WholeLayers:
+    """Which rows and columns of found sums are the totals of which layers. fixed fp64 [3, layers]: `_FIXED`."""
+
+    places: tuple[int, ...]
+    statistics: Axis
+    layers: Axis
+    rows: Tensor
+    columns: Tensor
+    fixed: Tensor
+
+    def of(self, sums: Tensor) -> Table[Tensor]:
+        """The table, from sums fp64 [parameters, columns]. Without a sample, what a sample leaves open is 0."""
+        found = sums.index_select(0, self.rows).index_select(1, self.columns).t()
+        closed = found.new_zeros(len(self.statistics) - len(self.fixed) - len(found), len(self.rows))
+        return Table(self.statistics, self.layers, torch.cat((self.fixed, found, closed)))
+
+
+class KernelTotals:
+    """Totals that an optimizer of ours adds up in the kernels of its steps: of every element, no sample.
+
+    Call `ask` before a measured step and `tables` after it. Where a step is no kernel, as on a CPU, there are none,
+    and neither where fp64 is slow (`is_fast_in_fp64`). Synchronises nothing.
+    """
+
+    def __init__(self) -> None:
+        self.covered: frozenset[int] = frozenset()
+        """Places of the watched parameters that the last `tables` had."""
+        self._asked: tuple[CollageOptimizer, StepTotals] | None = None
+        self._watched: Sequence[WatchedParameter] = ()
+        self._known: dict[tuple[object, ...], _WholeLayers] = {}
+
+    def ask(self, optimizer: Optimizer | None) -> None:
+        """Have the step about to be taken add up its totals, if the optimizer is one of ours; None: none."""
+        self._asked = None
+        if not (isinstance(optimizer, CollageOptimizer) and optimizer.has_rules_step):
+            return
+        if all(is_fast_in_fp64(group["params"][0].device) for group in optimizer.param_groups if group["params"]):
+            # Two watches of one optimizer look at the same sums.
+            optimizer.step_totals = optimizer.step_totals or StepTotals()
+            self._asked = optimizer, optimizer.step_totals
+
+    def tables(self, watched: Sequence[WatchedParameter]) -> list[Table[Tensor]]:
+        """The totals of the step just taken, a table for each launch."""
+        if self._watched is not watched or len(self._known) >= _PLACES:
+            self._watched, self._known = watched, {}
+        asked, self._asked = self._asked, None
+        found, covered = [], set[int]()
+        for optimizer, launch in () if asked is None else [(asked[0], launch) for launch in asked[1].found]:
+            name = (launch.names, *map(id, launch.parameters))
+            layers = self._known.get(name)
+            if layers is None:
+                layers = self._known[name] = _whole_layers(launch, watched, optimizer)
+            if layers.places:
+                covered.update(layers.places)
+                found.append(layers.of(launch.sums))
+        self.covered = frozenset(covered)
+        return found
+
+
+@lru_cache(maxsize=64)
+def is_fast_in_fp64(device: torch.device) -> bool:
+    """Whether a device adds up totals in about the time of a step. Others have one fp64 unit for 32 fp32 ones or
+    more, and would take several times as long."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) in _FAST_IN_FP64
+
+
+def _whole_layers(
+    launch: FoundTotals, watched: Sequence[WatchedParameter], optimizer: CollageOptimizer
+) -> _WholeLayers:
+    places = {id(entry.parameter): place for place, entry in enumerate(watched) if entry.stepped}
+    rows = [row for row, parameter in enumerate(launch.parameters) if id(parameter) in places]
+    own = [places[id(launch.parameters[row])] for row in rows]
+    state: Mapping[str, Any] = unpacked(optimizer.state[launch.parameters[0]])
+    keys = [key for key in launch.names if _is_told(key, state)]
+    ratios = _ratios_of(keys)
+    statistics = Axis([*_FIXED, *keys, _NOTHING, *interval_keys(ratios), UNSEEN])
+    elements = torch.tensor([float(watched[place].shard.elements) for place in own], dtype=torch.float64)
+    fixed = torch.stack((torch.ones_like(elements), elements, elements))
+    columns = torch.tensor([launch.names.index(key) for key in keys])
+    device = launch.sums.device
+    return _WholeLayers(
+        tuple(own),
+        statistics,
+        Axis(watched[place].name for place in own),
+        from_host(torch.tensor(rows, dtype=torch.int64), device),
+        from_host(columns, device),
+        from_host(fixed, device),
+    )
+
+
+def _is_told(key: str, state: Mapping[str, Any]) -> bool:
+    """Whether a sum says something: only averages that decay are judged by how they shrink."""
+    name, _, label = key.partition("/")
+    return name not in _OF_DECREMENTS or decaying(state, label)
 
 
 class TableUnion:

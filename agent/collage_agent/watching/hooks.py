@@ -373,7 +373,9 @@ class OptimizerHooks:
                         told = self.options.first_step
                         self.resume.before(self.stepping, self.measurer.watched, self._intents, self._step, told)
                         self.saved.begin(self.stepping, self._stepped(), self._step)
-                    self.measurer.before(optimizer, closure=closure or self._without_gradients())
+                    due = self._governor.counterfactuals_due(self._step)
+                    closed = closure or self._without_gradients()
+                    self.measurer.before(optimizer, closure=closed, counterfactuals=due)
                     self._measuring = True
         except Exception as error:
             # The oracles may have missed the step that is about to be taken.
