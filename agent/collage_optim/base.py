@@ -5,6 +5,7 @@ closures, `state_dict`), and that is fixed (`tests/optim/test_interface.py`).
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, ClassVar, Self, overload
@@ -40,8 +41,11 @@ from collage_optim.strategies import (
     strategy_named,
 )
 from collage_optim.tensor_step import (
+    Form,
+    Gathered,
     Member,
     component_names,
+    form_of,
     longest_chunk,
     sampled,
     step_tensors,
@@ -54,6 +58,8 @@ __all__ = ["ARITHMETICS", "CollageOptimizer"]
 ARITHMETICS = ("fp32", "storage")
 _LOOKED_AT = 64
 _RULES_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_dtype_of, _device_of = operator.attrgetter("dtype"), operator.attrgetter("device")
+_has_sparse_gradient: Callable[[Tensor], bool] = operator.attrgetter("grad.is_sparse")
 _OPTIONS_CHECKED = ("strategy", "arithmetic", "compiled", "on_external_write", *TORCH_FORMS)
 
 
@@ -99,7 +105,8 @@ class CollageOptimizer(Optimizer):
         self._update_guard = UpdateGuard()
         self.step_totals = self._taken_totals = None
         self._accepted: list[tuple[Any, ...]] = []
-        self._forms: dict[Tensor, tuple[torch.dtype, torch.Size, torch.device]] = {}
+        self._forms: dict[Tensor, Form] = {}
+        self._last_gathered: dict[int, Gathered] = {}
 
     @classmethod
     def from_optimizer(cls, optimizer: Optimizer, *, strategy: str, **options: Any) -> Self:
@@ -237,8 +244,8 @@ class CollageOptimizer(Optimizer):
                     self._convert(group, before[0])
             self._accepted = options
         position, gathered = 0, []
-        for group in self.param_groups:
-            gathered.append(self._members(group, position))
+        for number, group in enumerate(self.param_groups):
+            gathered.append(self._members(number, group, position))
             position += len(group["params"])
         return gathered
 
@@ -255,20 +262,29 @@ class CollageOptimizer(Optimizer):
         for parameter, state in states.items():
             self.state[parameter] = state_loading.convert(state, moments, parameter, strategy)
 
-    def _members(self, group: dict[str, Any], first_position: int) -> list[Member]:
+    def _members(self, number: int, group: dict[str, Any], first_position: int) -> list[Member]:
         """The group's parameters that have a gradient, with their states; missing states are created."""
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if any(map(_has_sparse_gradient, parameters)):
+            raise RuntimeError(
+                f"{type(self).__name__} does not support sparse gradients, please consider SparseAdam instead"
+            )
+        forms, last = list(map(form_of, parameters)), self._last_gathered.get(number)
+        states: list[Any] = list(map(self.state.get, parameters))
+        if last is None or not last.is_still(parameters, forms, states, first_position):
+            members = self._new_members(group, first_position)
+            states = [member.state for member in members]
+            last = self._last_gathered[number] = Gathered(parameters, forms, states, members, first_position)
+        return last.members
+
+    def _new_members(self, group: dict[str, Any], first_position: int) -> list[Member]:
         strategy = strategy_named(group["strategy"])
         members: list[Member] = []
         new = False
         for position, parameter in enumerate(group["params"], start=first_position):
-            gradient = parameter.grad
-            if gradient is None:
+            if parameter.grad is None:
                 continue
-            if gradient.is_sparse:
-                raise RuntimeError(
-                    f"{type(self).__name__} does not support sparse gradients, please consider SparseAdam instead"
-                )
-            form = (parameter.dtype, parameter.shape, parameter.device)
+            form = form_of(parameter)
             state: State = self.state.get(parameter, {})
             # A wrapper's own entries may be there first.
             if "step" not in state:
@@ -282,10 +298,10 @@ class CollageOptimizer(Optimizer):
                 self._forms[parameter] = form
             elif self._forms.setdefault(parameter, form) != form:
                 self._refuse(parameter, form)
-            members.append(Member(position, parameter, gradient, state))
+            members.append(Member(position, parameter, state))
         return members
 
-    def _refuse(self, parameter: Tensor, form: tuple[torch.dtype, torch.Size, torch.device]) -> None:
+    def _refuse(self, parameter: Tensor, form: Form) -> None:
         for was, now in zip(self._forms[parameter], form, strict=True):
             if was != now:
                 raise RuntimeError(
@@ -309,9 +325,11 @@ class CollageOptimizer(Optimizer):
         self._update_guard.begin()
         for number, (group, own) in enumerate(zip(self.param_groups, members, strict=True)):
             strategy = strategy_named(group["strategy"])
-            narrow = [member for member in own if member.parameter.dtype.itemsize < 4]
-            if not narrow or not self._update_guard.is_due(number, group, strategy):
+            if not any(member.parameter.dtype.itemsize < 4 for member in own):
                 continue
+            if not self._update_guard.is_due(number, group, strategy):
+                continue
+            narrow = [member for member in own if member.parameter.dtype.itemsize < 4]
             parameter, step = narrow[0].parameter, int(narrow[0].state["step"].item())
             alike = [
                 member
@@ -338,13 +356,19 @@ class CollageOptimizer(Optimizer):
                 for member in members
                 if not rule.torch_step(group, member.parameter, member.gradient, member.state)
             ]
+        counters = [member.state["step"] for member in members]
         if members:
-            torch._foreach_add_([member.state["step"] for member in members], 1)
-        for member in members:
-            parameter = member.parameter
-            key = (int(member.state["step"].item()), parameter.dtype, parameter.device)
-            if still and group.get(RESIDUALS_FROM) == key[0] - 1:
-                group[RESIDUALS_FROM] = key[0]
+            # With a number as it stands, each counter would make a tensor of it.
+            torch._foreach_add_(counters, torch.ones((), dtype=torch.int64), alpha=1)
+        numbers = [int(counter.item()) for counter in counters]
+        parameters = [member.parameter for member in members]
+        keys = list(zip(numbers, map(_dtype_of, parameters), map(_device_of, parameters), strict=True))
+        for number in dict.fromkeys(numbers):
+            if still and group.get(RESIDUALS_FROM) == number - 1:
+                group[RESIDUALS_FROM] = number
+        if len(set(keys)) == 1:
+            return [(self._step(group, strategy, strict, *keys[0]), members)]
+        for key, member in zip(keys, members, strict=True):
             if key not in plans:
                 plans[key] = (self._step(group, strategy, strict, *key), [])
             plans[key][1].append(member)
@@ -374,7 +398,7 @@ class CollageOptimizer(Optimizer):
             compiled = compiled_step(Structure(rule, strategy, moments, *form))
         if compiled is not None:
             scalars = packed_scalars(scalars, wide, device)
-        elif not strict:
+        elif not strict and launch is None:
             scalars = {name: constant(value, wide) for name, value in scalars.items()}
         return Step(
             dtype=dtype,
@@ -485,5 +509,6 @@ class CollageOptimizer(Optimizer):
         """
         self._external_writes.forget()
         self._forms.clear()
+        self._last_gathered.clear()
         state_loading.load(self, self._moments, super().load_state_dict, state_dict)
         self._accepted = [self._options(group) for group in self.param_groups]

@@ -117,7 +117,7 @@ def device_step(structure: Structure) -> DeviceStep | None:
 
         def stepped(components: State, numbers: Mapping[str, Scalar]) -> None:
             step = replace(_step(structure, numbers), launch=kernel)
-            step_tensors(step, [Member(0, components["parameter"], components["gradient"], components)])
+            step_tensors(step, _members(components))
 
         differences = (_difference_from_eager(structure, stepped, n) for n in (TESTED_ELEMENTS, _ALIGNED_ELEMENTS))
         reason = next(filter(None, differences), None)
@@ -329,6 +329,11 @@ def _step(structure: Structure, scalars: Mapping[str, Scalar]) -> Step:
     )
 
 
+def _members(components: State) -> list[Member]:
+    components["parameter"].grad = components["gradient"]
+    return [Member(0, components["parameter"], components)]
+
+
 def _components(structure: Structure, elements: int = TESTED_ELEMENTS) -> State:
     """Random components as a training leaves them: low parts below half an ulp, second moments positive.
 
@@ -367,7 +372,7 @@ def _difference_from_eager(
     eager = _components(structure, elements)
     compiled = {name: tensor.clone() for name, tensor in eager.items()}
     with torch.no_grad():
-        step_tensors(_step(structure, numbers), [Member(0, eager["parameter"], eager["gradient"], eager)])
+        step_tensors(_step(structure, numbers), _members(eager))
         stepped(compiled, numbers)
     low = compiled.get(PARAMETER_LOW)
     if low is not None and int((low != 0).sum()) < elements // 2:

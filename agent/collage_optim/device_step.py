@@ -10,10 +10,11 @@ to step, the gradients' addresses most of all, is compared on the host and sent 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy
 import torch
@@ -68,8 +69,10 @@ class DeviceStep:
         gathered = self._gathered(members)
         if gathered is not None:
             # All that sources follow from: which tensors are joined depends on the strategy and on their sizes.
-            where = numpy.array([(own.position, own.parameter.numel()) for own in members], dtype=numpy.int64)
-            which = (step.strategy, step.seeding and step.seeding.seed, where.tobytes())
+            which: tuple[Any, ...] = ()
+            if step.seeding is not None:
+                positions = array("q", [own.position for own in members]).tobytes()
+                which = (step.strategy, step.seeding.seed, positions)
             self._launch(step, gathered, which, lambda: _in_order(step, members), members)
             return
         by_gradient: dict[torch.dtype, list[tuple[State, RandomSource | None, Member]]] = {}
@@ -91,12 +94,15 @@ class DeviceStep:
     def _gathered(self, members: list[Member]) -> dict[str, list[Tensor]] | None:
         """The components by name, where they need nothing but to be listed: that is the usual case, and it takes a
         tenth of the other way's time on the host, in which a device could do more than a step."""
-        columns = {"parameter": [own.parameter for own in members], "gradient": [own.gradient for own in members]}
-        columns.update({name: [own.state[name] for own in members] for name in self._names[2:]})
-        tensors = [tensor for column in columns.values() for tensor in column]
-        plain = set(map(type, tensors)) <= {Tensor, Parameter} and all(map(Tensor.is_contiguous, tensors))
+        parameters, states = [own.parameter for own in members], [own.state for own in members]
+        columns = {"parameter": parameters, "gradient": [cast(Tensor, own.grad) for own in parameters]}
+        columns.update({name: [state[name] for state in states] for name in self._names[2:]})
+        plain = all(
+            set(map(type, column)) <= {Tensor, Parameter} and all(map(Tensor.is_contiguous, column))
+            for column in columns.values()
+        )
         alike = len({tensor.dtype for tensor in columns["gradient"]}) == 1
-        return columns if plain and alike and all(map(Tensor.numel, columns["parameter"])) else None
+        return columns if plain and alike and all(map(Tensor.numel, parameters)) else None
 
     def _launch(
         self,
@@ -108,35 +114,31 @@ class DeviceStep:
     ) -> None:
         """Step contiguous tensors with elements, whose gradients have one dtype. which: what `sources` makes."""
         device, asked = columns["parameter"][0].device, step.asked
-        kernel_of_step, names = self._kernel(columns["gradient"][0].dtype, asked is not None)
-        addresses = numpy.array([[*map(Tensor.data_ptr, column)] for column in columns.values()], dtype=numpy.int64)
-        elements = numpy.array([*map(Tensor.numel, columns["parameter"])], dtype=numpy.int64)
-        aligned = ~(addresses % _ALIGNED).any(axis=0) & (elements % _ALIGNED == 0)
+        kernel, names = self._kernel(columns["gradient"][0].dtype, asked is not None)
         here = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-        tables = [_kept((*here, row.tobytes()), from_host, row, device) for row in (*addresses, elements)]
-        tables.append(_kept((*here, which), _source_table, sources, device))
+        rows = [array("q", list(map(Tensor.data_ptr, column))).tobytes() for column in columns.values()]
+        rows.append(array("q", list(map(Tensor.numel, columns["parameter"]))).tobytes())
+        tables = [_kept((*here, row), _row_table, row, device) for row in rows]
+        tables.append(_kept((*here, rows[-1], which), _source_table, sources, device))
         scalars = torch.tensor([float(number) for number in step.scalars.values()], dtype=wide_dtype(step.dtype))
-        turned = 0 if step.seeding is None else int(step.seeding.at(0).rotation)
-        numbers = from_host(scalars, device), from_host(torch.tensor([turned], dtype=torch.int32), device)
-        for alignment, chosen in ((_ALIGNED, aligned), (1, ~aligned)):
-            if not chosen.any():
-                continue
-            chunks = _kept((*here, elements.tobytes(), chosen.tobytes()), _chunk_table, elements, chosen, device)
-            kernel = kernel_of_step[(len(chunks),)]
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        turned = 0 if step.seeding is None else step.seeding.rotation
+        numbers = from_host(scalars, device), _kept((*here, turned), _turned_table, turned, device)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            for alignment, chunks, chosen in _kept((*here, *rows), _chunk_tables, rows, device):
+                given = [*tables, chunks, *numbers]
                 if asked is None:
-                    kernel(*tables, chunks, *numbers, ALIGNED=alignment, **OPTIONS)
+                    kernel[(len(chunks),)](*given, ALIGNED=alignment, **OPTIONS)
                     continue
-                rows = torch.empty(len(chunks), columns_of(names), dtype=torch.float64, device=device)
+                sums = torch.empty(len(chunks), columns_of(names), dtype=torch.float64, device=device)
                 exact = from_host(torch.tensor([*map(float, asked.exact.values())], dtype=torch.float64), device)
-                kernel(*tables, chunks, *numbers, exact, rows, ALIGNED=alignment, **OPTIONS_OF_TOTALS)
-                key = (*here, elements.tobytes(), chosen.tobytes())
-                groups = [_kept((*key, level), _group_table, elements[chosen], level, device) for level in (0, 1)]
+                kernel[(len(chunks),)](*given, exact, sums, ALIGNED=alignment, **OPTIONS_OF_TOTALS)
+                groups = _kept((*here, *rows, alignment), _group_tables, rows[-1], chosen, device)
                 stepped = [owner.parameter for owner, own in zip(owners, chosen, strict=True) if own]
-                asked.found.append(FoundTotals(stepped, names, added_by_tensor(rows, *groups)))
+                asked.found.append(FoundTotals(stepped, names, added_by_tensor(sums, *groups)))
         # Autograd cannot see what a kernel writes.
-        written = [tensor for name, column in columns.items() if name != "gradient" for tensor in column]
-        torch.autograd.graph.increment_version(written)
+        for name, column in columns.items():
+            if name != "gradient":
+                torch.autograd.graph.increment_version(column)
 
     def _kernel(self, gradient: torch.dtype, adds: bool) -> tuple[Any, tuple[str, ...]]:
         """The kernel of gradients of that dtype, and the names of its sums, if it `adds` some up."""
@@ -231,12 +233,30 @@ def _components(step: Step, gradient: torch.dtype) -> State:
     return {name: found[name] for name in ["parameter", "gradient", *component_names(step.strategy, step.moments)]}
 
 
-def _chunk_table(elements: NDArray[numpy.int64], chosen: NDArray[numpy.bool_], device: torch.device) -> Tensor:
-    return from_host(_chunks(elements, chosen), device)
+def _row_table(row: bytes, device: torch.device) -> Tensor:
+    return from_host(numpy.frombuffer(row, dtype=numpy.int64).copy(), device)
 
 
-def _group_table(elements: NDArray[numpy.int64], level: int, device: torch.device) -> Tensor:
-    return from_host(groups_of(-(-elements // CHUNK_ELEMENTS))[level], device)
+def _turned_table(rotation: int, device: torch.device) -> Tensor:
+    return from_host(torch.tensor([rotation], dtype=torch.int32), device)
+
+
+def _chunk_tables(rows: list[bytes], device: torch.device) -> list[tuple[int, Tensor, NDArray[numpy.bool_]]]:
+    """The chunks of the tensors of which all addresses, and the size, are aligned, and those of the others; which
+    tensors these are."""
+    *addresses, elements = (numpy.frombuffer(row, dtype=numpy.int64) for row in rows)
+    aligned = numpy.all(numpy.array([*addresses, elements]) % _ALIGNED == 0, axis=0)
+    parts = [(_ALIGNED, aligned), (1, ~aligned)]
+    return [
+        (alignment, from_host(_chunks(elements, chosen), device), chosen)
+        for alignment, chosen in parts
+        if chosen.any()
+    ]
+
+
+def _group_tables(elements: bytes, chosen: NDArray[numpy.bool_], device: torch.device) -> list[Tensor]:
+    counts = -(-numpy.frombuffer(elements, dtype=numpy.int64)[chosen] // CHUNK_ELEMENTS)
+    return [from_host(groups, device) for groups in groups_of(counts)]
 
 
 def _source_table(sources: Callable[[], list[RandomSource | None]], device: torch.device) -> Tensor:
@@ -244,12 +264,12 @@ def _source_table(sources: Callable[[], list[RandomSource | None]], device: torc
     return from_host(numpy.array(starts, dtype=numpy.int32), device)
 
 
-_KEPT: dict[tuple[Any, ...], Tensor] = {}
+_KEPT: dict[tuple[Any, ...], Any] = {}
 _MOST_KEPT = 256
 
 
-def _kept(key: tuple[Any, ...], make: Callable[..., Tensor], *given: Any) -> Tensor:
-    """A table on the device: the one that was sent before under its key, which says what is in it.
+def _kept(key: tuple[Any, ...], make: Callable[..., Any], *given: Any) -> Any:
+    """A table, or several, on the device: the one that was sent before under its key, which says what is in it.
 
     Weights and states keep their addresses, and gradients have few: an allocator gives the same memory again.
     """

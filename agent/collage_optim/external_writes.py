@@ -94,10 +94,12 @@ class _Sample:
     """Stretches that are read together: weights of one dtype and device; on a device, also of one length.
 
     places: of the weights among those that take the step. sizes: elements of each weight's stretches. memory, on
-    a host, or views, on a device: the stretches. left: their bits, as the last step left them.
+    a host, or views, on a device: the stretches. left: their bits, as the last step left them. lasting: whether the
+    views are by address, so that they may be kept.
     """
 
     on_host: bool
+    lasting: bool
     places: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     memory: list[memoryview] = field(default_factory=list)
@@ -177,7 +179,8 @@ class ExternalWrites:
                     tracked.sample, tracked.offset = sample, offset
                     offset += elements
             sample.left = sample.read()
-            sample.views = []
+            if not sample.lasting:
+                sample.views = []
         for entry in self._entries:
             tracked = entry.tracked
             tracked.version, tracked.state_version = entry.version(), entry.state._version
@@ -186,18 +189,15 @@ class ExternalWrites:
                     tracked.copy = torch.empty_like(entry.weight, memory_format=torch.preserve_format)
                 tracked.copy.copy_(entry.weight)
         entries, self._entries = self._entries, []
-        simple = all(
-            entry.weight is entry.tracked.parameter
-            and entry.tracked.copy is None
-            and reads_at_once(entry.weight.device)
-            for entry in entries
+        simple = all(sample.lasting for sample in self._samples) and all(
+            entry.weight is entry.tracked.parameter and entry.tracked.copy is None for entry in entries
         )
         weights, states = [entry.weight for entry in entries], [entry.state for entry in entries]
         self._places = _places(weights) if simple and weights else None
         self._versions = _versions(weights), _versions(states)
 
     def _looks_untouched(self, groups: Sequence[tuple[Mapping[str, Any], Sequence[Member]]]) -> bool:
-        """Whether the weights are the last step's, all on a host, and unchanged.
+        """Whether the weights are the last step's, and unchanged as far as the host can see.
 
         So it is at nearly every step. The records of single weights then stay as they are, which halves the cost.
         """
@@ -214,9 +214,12 @@ class ExternalWrites:
         if (
             _versions(parameters) == self._versions[0]
             and _places(parameters) == self._places
-            and all(sample.read() == sample.left for sample in self._samples)
+            and all(sample.read() == sample.left for sample in self._samples if sample.on_host)
         ):
             self._seen = parameters, states
+            for sample in self._samples:
+                if not sample.on_host:
+                    self._compare_later(sample.read(), sample.left)
             return True
         for tracked, version, state_version in zip(self._order, *self._versions, strict=True):
             tracked.version, tracked.state_version = version, state_version
@@ -268,7 +271,7 @@ class ExternalWrites:
         """
         for sample in self._samples:
             entries = [self._entries[place] for place in sample.places]
-            if not sample.on_host:
+            if not sample.on_host and not sample.views:
                 sample.views = [_stretches_within(entry.weight) for entry in entries]
             suspects = [moved[place] for place in sample.places]
             now, left = sample.read(), sample.left
@@ -276,7 +279,7 @@ class ExternalWrites:
                 yield from ((entry, False) for entry, suspect in zip(entries, suspects, strict=True) if suspect)
                 continue
             if left is not None and not sample.on_host and not any(suspects):
-                self._reads.add(_integers(now).ne(_integers(left)).any(), self._tell_too_late)
+                self._compare_later(now, left)
                 continue
             parts = torch.split(_integers(now), sample.sizes)
             for entry, suspect, own in zip(entries, suspects, parts, strict=True):
@@ -318,6 +321,11 @@ class ExternalWrites:
                 strategy.name,
             )
 
+    def _compare_later(self, now: bytearray | Tensor, left: bytearray | Tensor | None) -> None:
+        """Tell of bits that differ when the device has compared them."""
+        if left is not None:
+            self._reads.add(_integers(now).ne(_integers(left)).any(), self._tell_too_late)
+
     def _tell_too_late(self, changed: Tensor) -> None:
         if changed and not self._told:
             self._told = True
@@ -349,14 +357,16 @@ def _samples_of(entries: Sequence[_Entry]) -> list[_Sample]:
         tracked, weight = entry.tracked, entry.weight
         on_host = reads_at_once(weight.device)
         (stretches, elements), _, _ = _stretch_layout(weight)
-        sample = found.setdefault((weight.device, weight.dtype, 0 if on_host else elements), _Sample(on_host))
+        lasting = on_host or weight.device.type in ("cpu", "cuda")
+        key = weight.device, weight.dtype, 0 if on_host else elements
+        sample = found.setdefault(key, _Sample(on_host, lasting))
         sample.places.append(place)
         sample.sizes.append(stretches * elements)
         if on_host:
             tracked.stretches = _stretches_at(weight) if tracked.stretches is None else tracked.stretches
             sample.memory += tracked.stretches
         else:
-            sample.views.append(_stretches_within(weight))
+            sample.views.append(_stretches_by_address(weight) if lasting else _stretches_within(weight))
     return list(found.values())
 
 
@@ -387,6 +397,16 @@ def _stretches_at(weight: Tensor) -> list[memoryview]:
     memory, width = ctypes.c_char * (elements * weight.element_size()), weight.element_size()
     address = weight.data_ptr() + first * width
     return [memoryview(memory.from_address(address + stretch * apart * width)) for stretch in range(stretches)]
+
+
+def _stretches_by_address(weight: Tensor) -> Tensor:
+    """The view of `_stretches_within` by address, made as torch makes those of its CUDA graphs."""
+    shape, strides, first = _stretch_layout(weight)
+    width, elements = weight.element_size(), 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True) if n)
+    storage = torch._C._construct_storage_from_data_pointer(
+        weight.data_ptr() + first * width, weight.device, elements * width
+    )
+    return torch.empty(0, dtype=weight.dtype, device=weight.device).set_(storage, 0, shape, strides)
 
 
 def _is_dense(weight: Tensor) -> bool:

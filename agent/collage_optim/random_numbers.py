@@ -148,10 +148,15 @@ class Seeding:
     seed: int
     step: int
 
+    @property
+    def rotation(self) -> int:
+        """That of every tensor's source."""
+        return signed(self.step * _GOLDEN)
+
     def at(self, position: int, shard: int = 0) -> RandomSource:
         """The source of the tensor at this position among the optimizer's parameters, and of its shard."""
         key = mixed_seed(self.seed, position, *((shard,) if shard else ()))
-        return RandomSource(signed(key), signed(key >> 32), signed(self.step * _GOLDEN))
+        return RandomSource(signed(key), signed(key >> 32), self.rotation)
 
 
 def shard_number(tensor: Tensor) -> int:

@@ -5,10 +5,12 @@ depend on it (`tests/optim/test_tensor_step.py`).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, cast
+from itertools import repeat
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,10 +32,13 @@ from collage_optim.strategies import (
 from collage_optim.update_rules import Moment
 
 __all__ = [
+    "Form",
+    "Gathered",
     "Member",
     "chunk_elements",
     "chunks",
     "component_names",
+    "form_of",
     "local_part",
     "longest_chunk",
     "sampled",
@@ -42,6 +47,8 @@ __all__ = [
     "wide_dtype",
 ]
 
+Form = tuple[torch.dtype, torch.device, torch.Size]
+form_of: Callable[[Tensor], Form] = operator.attrgetter("dtype", "device", "shape")
 _PLAIN: Final = {Tensor, Parameter}
 _CPU_CHUNK_ELEMENTS = 1 << 17
 _CPU_SHORT_CHUNK_ELEMENTS = 1 << 16
@@ -81,17 +88,41 @@ def local_part(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter that takes a step: its position in the optimizer, its gradient and its states."""
+    """One parameter that takes a step by its gradient: its position in the optimizer and its states."""
 
     position: int
     parameter: Tensor
-    gradient: Tensor
     state: State
+
+    @property
+    def gradient(self) -> Tensor:
+        return cast(Tensor, self.parameter.grad)
 
     def components(self, names: list[str]) -> State:
         """Parameter and gradient, detached, and the named states, as far as they live on this process."""
         own = {"parameter": self.parameter.detach(), "gradient": self.gradient.detach()}
         return {name: local_part(own[name] if name in own else self.state[name]) for name in names}
+
+
+class Gathered(NamedTuple):
+    """A group's members at a step, and all that they were made from: where it is the same, so are they."""
+
+    parameters: list[Tensor]
+    forms: list[Form]
+    states: list[State]
+    members: list[Member]
+    first_position: int
+
+    def is_still(self, parameters: list[Tensor], forms: list[Form], states: list[Any], first_position: int) -> bool:
+        """Whether the members are those of these parameters and states, objects for objects."""
+        return (
+            len(parameters) == len(self.members)
+            and first_position == self.first_position
+            and all(map(operator.is_, states, self.states))
+            and all(map(operator.is_, parameters, self.parameters))
+            and forms == self.forms
+            and all(map(operator.contains, states, repeat("step")))
+        )
 
 
 def chunks(tensors: State, size: int) -> Iterator[State]:

@@ -396,3 +396,16 @@ class TestDevices:
         assert_same_bits(optimizer, undisturbed)
         self.read()
         assert optimizer.external_writes == 0
+
+    @pytest.mark.parametrize("strategy", ["plus", "split-master"])
+    def test_what_is_looked_at_keeps_no_memory_of_a_weight_alive(self, strategy):
+        """A model that goes elsewhere between two steps gives its memory back at once."""
+        members, optimizer = trained(strategy)
+        train(optimizer, members, 2)
+        held = [member.data.untyped_storage()._weak_ref() for member in members]
+        for member in members:
+            member.data = member.data.clone()
+        assert all(map(torch.UntypedStorage._expired, held))
+        train(optimizer, members, 2)
+        self.read()
+        assert optimizer.external_writes == 0

@@ -216,3 +216,26 @@ def test_counter_survives_a_low_precision_default_dtype():
     finally:
         torch.set_default_dtype(torch.float32)
     assert optimizer.state[members[0]]["step"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("change", ["all", "one", "counter", "moved"])
+def test_a_state_that_is_replaced_between_two_steps_is_seen(change):
+    """As at the first steps, of all members or of one; or the same numbers in other memory."""
+    members, expected = parameters(), parameters()
+    optimizer, other = (CollageAdamW(own, strategy="plus") for own in (members, expected))
+    for own, its in ((optimizer, members), (other, expected)):
+        train(own, its, 2)
+    if change == "all":
+        optimizer.state.clear()
+    elif change == "one":
+        del optimizer.state[members[1]]
+    elif change == "counter":
+        optimizer.state[members[1]].pop("step")
+    else:
+        optimizer.state[members[1]] = {key: own.clone() for key, own in optimizer.state[members[1]].items()}
+    train(optimizer, members, 1, first=3)
+    train(other, expected, 1, first=3)
+    fresh = {"all": range(len(members)), "moved": ()}.get(change, (1,))
+    for index, (member, its) in enumerate(zip(members, expected, strict=True)):
+        assert optimizer.state[member]["step"] == (1 if index in fresh else 3)
+        assert torch.equal(member, its) == (index not in fresh)
