@@ -357,7 +357,7 @@ def _samples_of(entries: Sequence[_Entry]) -> list[_Sample]:
         tracked, weight = entry.tracked, entry.weight
         on_host = reads_at_once(weight.device)
         (stretches, elements), _, _ = _stretch_layout(weight)
-        lasting = on_host or weight.device.type in ("cpu", "cuda")
+        lasting = on_host or _views_by_address(weight.device)
         key = weight.device, weight.dtype, 0 if on_host else elements
         sample = found.setdefault(key, _Sample(on_host, lasting))
         sample.places.append(place)
@@ -407,6 +407,18 @@ def _stretches_by_address(weight: Tensor) -> Tensor:
         weight.data_ptr() + first * width, weight.device, elements * width
     )
     return torch.empty(0, dtype=weight.dtype, device=weight.device).set_(storage, 0, shape, strides)
+
+
+@functools.lru_cache
+def _views_by_address(device: torch.device) -> bool:
+    """Whether they can be had there; waits once. Not every device's addresses are numbers of bytes."""
+    if device.type not in ("cpu", "cuda"):
+        return False
+    probe = torch.arange(2 * _STRETCH_ELEMENTS, dtype=torch.int16, device=device)
+    try:
+        return torch.equal(_stretches_by_address(probe), _stretches_within(probe))
+    except (AttributeError, RuntimeError, TypeError):
+        return False
 
 
 def _is_dense(weight: Tensor) -> bool:

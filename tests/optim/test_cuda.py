@@ -87,6 +87,27 @@ def test_a_kernel_waits_for_nothing():
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("strategy", ["plus", "split-master"])
+def test_writes_on_the_device_are_seen_without_waiting(strategy):
+    """One in place; the same bits in other memory are none."""
+    members = [torch.nn.Parameter(member.detach().cuda()) for member in parameters()]
+    optimizer = CollageAdamW(members, strategy=strategy)
+    for step in range(6):
+        give_gradients(members, step=step)
+        if step == 3:
+            with torch.no_grad():
+                members[0].zero_()
+            members[1].data = members[1].data.clone()
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    assert optimizer.external_writes == 1
+    assert optimizer.stored_parameter(members[0]).abs().max() < 0.1
+
+
 def test_plain_in_storage_arithmetic_is_torch_on_the_device():
     ours = [torch.nn.Parameter(member.detach().cuda()) for member in parameters()]
     theirs = [torch.nn.Parameter(member.detach().clone()) for member in ours]

@@ -397,6 +397,22 @@ class TestDevices:
         self.read()
         assert optimizer.external_writes == 0
 
+    @pytest.mark.parametrize("by_address", [True, False])
+    def test_views_by_address_are_made_where_they_can_be_had(self, monkeypatch, by_address):
+        """Where torch has another way, they are made for each step."""
+        external_writes._views_by_address.cache_clear()
+        if not by_address:
+            monkeypatch.delattr(torch._C, "_construct_storage_from_data_pointer")
+        members, optimizer = trained("plus")
+        external_writes._views_by_address.cache_clear()
+        kept = [len(sample.views) for sample in optimizer._external_writes._samples]
+        assert sum(kept) == (len(members) if by_address else 0)
+        members[0].data.mul_(0.5)
+        train(optimizer, members, 1)
+        told = [value for value, then in self.coming if then == optimizer._external_writes._tell_too_late]
+        assert any(map(bool, told[-len(kept) :]))
+        assert not any(map(bool, told[: -len(kept)]))
+
     @pytest.mark.parametrize("strategy", ["plus", "split-master"])
     def test_what_is_looked_at_keeps_no_memory_of_a_weight_alive(self, strategy):
         """A model that goes elsewhere between two steps gives its memory back at once."""
