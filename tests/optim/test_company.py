@@ -1,6 +1,8 @@
-"""What people put around an optimizer: tied weights, schedule-free steps."""
+"""What people put around an optimizer: tied weights, schedule-free steps, steps in the backward pass."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,7 +10,32 @@ from collage_optim import STRATEGIES, CollageAdamW
 from schedulefree import ScheduleFreeWrapper
 from torch import nn
 
-from tests.optim.models import assert_same_bits, give_gradients, parameters
+from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of
+from tests.waiting import PATIENCE_SECONDS
+
+WIDTH, LAYERS = 2048, 12
+PEAK = f"""
+import resource, sys, torch
+from pathlib import Path
+from collage_optim import CollageAdamW
+from tests.optim.test_company import in_backward, stack
+
+make = lambda members: CollageAdamW(members, strategy="split-master-8bit", seed=1)
+small = stack(1, 8)  # What a first step imports is no part of it.
+small(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+make(small.parameters()).step()
+model = stack({LAYERS}, {WIDTH})
+before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+optimizer = None if sys.argv[1] == "released" else make(model.parameters())
+if optimizer is None:
+    in_backward(model, make)
+for step in range(2):
+    model(torch.ones(1, {WIDTH}, dtype=torch.bfloat16)).sum().backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+"""
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -75,3 +102,50 @@ def test_a_schedule_free_wrapper_keeps_residuals_and_resumes(strategy):
         wrapped.step()
         resumed.step()
     assert_same_bits(wrapped.base, resumed.base)
+
+
+def stack(layers, width):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
+
+
+def in_backward(model, make):
+    """As `docs/how-to/our-optimizers.md` shows it: an optimizer for each parameter, which frees its gradient."""
+    optimizers = {parameter: make([parameter]) for parameter in model.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    return optimizers
+
+
+@pytest.mark.parametrize("strategy", [name for name, own in STRATEGIES.items() if not own.stochastic])
+def test_steps_in_the_backward_pass_have_the_bits_of_a_whole_step(strategy):
+    whole, released = stack(3, 8), stack(3, 8)
+    optimizer = CollageAdamW(whole.parameters(), strategy=strategy)
+    optimizers = in_backward(released, lambda members: CollageAdamW(members, strategy=strategy))
+    for step in range(4):
+        for model in (whole, released):
+            model(torch.full((5, 8), 1.0 + step, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(member.grad is None for member in released.parameters())
+    found = [tensors_of(own) for own in optimizers.values()]
+    for (_, place, key), tensor in tensors_of(optimizer).items():
+        assert torch.equal(found[place][0, 0, key], tensor), key
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read in kilobytes, as Linux tells it")
+def test_steps_in_the_backward_pass_hold_one_gradient_at_a_time():
+    """The peak of a process above its weights, states included; pages that an allocator keeps are in it, too."""
+    peaks = {}
+    for how in ("whole", "released"):
+        command = [sys.executable, "-c", PEAK, how]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True)
+        peaks[how] = int(done.stdout)
+    all_but_one = 2 * WIDTH**2 * (LAYERS - 1)
+    assert 0.5 < (peaks["whole"] - peaks["released"]) / all_but_one < 1.2
