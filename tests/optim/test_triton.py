@@ -60,12 +60,17 @@ def test_each_component_is_moved_once_in_vectors_and_rounded_as_in_eager_steps(t
     "strategy", [pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly) for name in STRATEGIES]
 )
 def test_totals_cost_a_kernel_no_load_of_elements_and_a_store_for_each_sum(strategy):
-    """A measured step reads and writes what a step does, and beside it a row of sums for 1,024 elements."""
+    """A measured step reads and writes what a step does, and beside it a row of sums for 1,024 elements.
+
+    One weight is read besides where a step only writes it, because it is its master rounded. What coupled rounding
+    alone needs is not read in double precision.
+    """
     specs = (f"{strategy}+step", f"{strategy}+totals")
     step, totals = map(
         json.loads, run_with_triton("tests.optim.triton_code", "sm_90", "AdamW", *specs).splitlines()
     )
-    assert totals["loads"] == step["loads"] + totals["numbers"]
+    visible = strategy == "master-weights"
+    assert step["loads"] + visible < totals["loads"] <= step["loads"] + visible + totals["numbers"]
     assert totals["stores"] == step["stores"] + totals["sums"]
     assert 28 <= totals["sums"] <= 32
     assert totals["spilt_bytes"] == 0
