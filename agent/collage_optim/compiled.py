@@ -143,7 +143,7 @@ def adds_totals(structure: Structure) -> bool:
     def stepped(components: State, numbers: Mapping[str, Scalar]) -> None:
         asked = AskedTotals(numbers, found)
         step = replace(_step(structure, numbers), launch=kernel, asked=asked)
-        step_tensors(step, [Member(0, components["parameter"], components["gradient"], components)])
+        step_tensors(step, _members(components))
 
     try:
         sizes = (TESTED_ELEMENTS, _ALIGNED_ELEMENTS)

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, cast
 
 import numpy
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from collage_optim import integer_codes
-from collage_optim.advance import Step, advance_in_wide
+from collage_optim.advance import AskedTotals, Step, advance_in_wide
 from collage_optim.arithmetic import INDEX_FACTOR, State, WideArithmetic, signed
 from collage_optim.device_code import CHUNK_ELEMENTS, Recorder, built, kernel_source
 from collage_optim.from_host import from_host
@@ -125,16 +126,14 @@ class DeviceStep:
         numbers = from_host(scalars, device), _kept((*here, turned), _turned_table, turned, device)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             for alignment, chunks, chosen in _kept((*here, *rows), _chunk_tables, rows, device):
-                given = [*tables, chunks, *numbers]
+                launch = partial(kernel[(len(chunks),)], *tables, chunks, *numbers, ALIGNED=alignment)
                 if asked is None:
-                    kernel[(len(chunks),)](*given, ALIGNED=alignment, **OPTIONS)
+                    launch(**OPTIONS)
                     continue
-                sums = torch.empty(len(chunks), columns_of(names), dtype=torch.float64, device=device)
-                exact = from_host(torch.tensor([*map(float, asked.exact.values())], dtype=torch.float64), device)
-                kernel[(len(chunks),)](*given, exact, sums, ALIGNED=alignment, **OPTIONS_OF_TOTALS)
                 groups = _kept((*here, *rows, alignment), _group_tables, rows[-1], chosen, device)
                 stepped = [owner.parameter for owner, own in zip(owners, chosen, strict=True) if own]
-                asked.found.append(FoundTotals(stepped, names, added_by_tensor(sums, *groups)))
+                sums = _added(launch, asked, len(chunks), columns_of(names), groups)
+                asked.found.append(FoundTotals(stepped, names, sums))
         # Autograd cannot see what a kernel writes.
         for name, column in columns.items():
             if name != "gradient":
@@ -147,6 +146,20 @@ class DeviceStep:
             source, names = totals_source(self._form, gradient) if adds else (step_source(self._form, gradient), ())
             found = self._kernels[gradient, adds] = built(_NAME, source), names
         return found
+
+
+def _added(
+    launch: Callable[..., object], asked: AskedTotals, chunks: int, columns: int, groups: list[Tensor]
+) -> Tensor:
+    """Launch a kernel that adds up, of so many chunks, and add its rows by tensor: fp64 [tensors, columns].
+
+    groups: of the chunks' rows, as `groups_of` makes them.
+    """
+    device = groups[0].device
+    rows = torch.empty(chunks, columns, dtype=torch.float64, device=device)
+    exact = torch.tensor([*map(float, asked.exact.values())], dtype=torch.float64)
+    launch(exact=from_host(exact, device), rows=rows, **OPTIONS_OF_TOTALS)
+    return added_by_tensor(rows, *groups)
 
 
 def _in_order(step: Step, members: list[Member]) -> list[RandomSource | None]:
