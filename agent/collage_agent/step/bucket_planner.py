@@ -25,6 +25,7 @@ from collage_agent.sample import stored_parts
 from collage_agent.sample.sampling import TensorSample, draw
 from collage_agent.sample.state_mappings import keeps_by_name, state_of, states_of, step_of
 from collage_agent.step.bucket import Bucket
+from collage_agent.step.gather import BlockLayout
 from collage_agent.step.observed_step import Scratch
 from collage_agent.step.oracle import Oracle, OracleView
 from collage_agent.step.touched_rows import TouchedBucket
@@ -79,6 +80,9 @@ class Planner:
     def regroup(self, watched: Sequence[WatchedParameter], intents: Sequence[Intent]) -> None:
         """Take over changed groups, with an intent for each; known parameters keep their places in `watched`."""
         self.watched, self.intents = list(watched), list(intents)
+        self._known: dict[tuple[object, ...], tuple[list[TensorSample], BlockLayout]] = {}
+        """The samples of the last plan's buckets."""
+        self._earlier = self._known
         self.stepped = [
             (index, entry.parameter, entry.group, self.intents[entry.group].composition.gradient)
             for index, entry in enumerate(self.watched)
@@ -91,6 +95,7 @@ class Planner:
         """Make a bucket for each kind of tensor in the signature; `oracles`: those that may follow it."""
         kinds: dict[object, list[int]] = {}
         found: list[Bucket] = []
+        self._earlier, self._known = self._known, {}
         for kind, indices in signature.kinds.items():
             *_, is_sparse = kind
             if is_sparse:
@@ -100,6 +105,7 @@ class Planner:
             for kept, members in self._kept_alike(indices, optimizer):
                 kinds.setdefault((kind, *kept), []).extend(members)
         found += [self._bucket(sorted(members), signature.closure, cap, oracles) for members in kinds.values()]
+        self._earlier = self._known
         self.keeps_by_name = keeps_by_name(optimizer)
         for bucket in found:
             bucket.keeps_by_name = self.keeps_by_name
@@ -160,7 +166,7 @@ class Planner:
     ) -> Bucket:
         watched = self.watched[members[0]]
         parameters = [self.watched[member].parameter for member in members]
-        samples = [self.draw_sample(member, cap) for member in members]
+        samples, layout = self._sampled(members, parameters, cap)
         intent = _CLOSURE if closure else self.intents[watched.group]
         bucket = Bucket(
             members,
@@ -172,6 +178,7 @@ class Planner:
             knows_gradient=not closure,
             copies=self.casts_known(members),
             scratch=self.scratch,
+            layout=layout,
         )
         bucket.oracles = [
             OracleView(oracle, self.names_of(oracle.members), members, bucket.layout)
@@ -181,6 +188,21 @@ class Planner:
         replicated = [self.watched[member].shard.replicated for member in members]
         bucket.replicated = from_host(torch.tensor(replicated), bucket.layout.device) if any(replicated) else None
         return bucket
+
+    def _sampled(
+        self, members: list[int], parameters: list[Tensor], cap: int | Literal["all"]
+    ) -> tuple[list[TensorSample], BlockLayout]:
+        """The samples of these parameters and their layout: those of the plan before, if they still hold.
+
+        The first steps are planned twice, because the first of them makes the states.
+        """
+        key = (cap, parameters[0].dtype, *members)
+        known = self._earlier.get(key)
+        if known is None or not known[1].holds(parameters):
+            samples = [self.draw_sample(member, cap) for member in members]
+            known = samples, BlockLayout(samples, parameters)
+        self._known[key] = known
+        return known
 
     def names_of(self, members: Sequence[int]) -> Axis:
         """The layers that these watched parameters are."""

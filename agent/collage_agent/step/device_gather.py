@@ -134,7 +134,7 @@ class DeviceGather:
         self._elements = np.array(elements, dtype=np.int64)
         self._starts = np.array([start or 0 for start in starts], dtype=np.int64)
         self._is_part = np.array([start is not None for start in starts], dtype=np.bool_)
-        self._orders = None if all(order is None for order in orders) else list(orders)
+        self._orders = None if set(orders) <= {None} else list(orders)
         self._tables: dict[bytes, Tensor] = {}
 
     def fill(self, columns: Sequence[tuple[Sequence[Any], Tensor]]) -> list[bool]:

@@ -126,6 +126,16 @@ class BlockLayout:
                 found.setdefault(parameter.shape, []).append(tensor)
         return [members for members in found.values() if len(members) >= _MANY]
 
+    def holds(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these parameters, of the same samples, lie on the same device and in memory as those it is of."""
+        own = [*map(local_part, parameters)]
+        return (
+            {tensor.device for tensor in own} == {self.device}
+            and [*map(_memory_order, own)] == self._orders
+            and all(parameters[member].shape == shape for members, _, shape in self._alike for member in members)
+            and ({*map(type, parameters)} <= _PLAIN) == self._plain
+        )
+
     def positions_of(self, smaller: BlockLayout, tensors: Sequence[int] | None = None) -> NDArray[np.int64]:
         """Position in this layout of each block of a layout over a smaller sample of the same tensors.
 
@@ -221,12 +231,10 @@ class BlockLayout:
         """
         partly = [index for index, sample in enumerate(samples) if not sample.whole]
         flat = [self._flat(index, tensors[index]) for index in partly]
-        pairs = zip(torch._foreach_norm(flat, 2), max_norms(flat), strict=True)
-        norms = [torch.stack(pair) for pair in pairs]
-        of_tensor = dict(zip(partly, norms, strict=True))
-        none = torch.zeros_like(norms[0])
-        rows = torch.stack([of_tensor.get(index, none) for index in range(len(samples))], dim=1)
-        return rows.to(torch.float64).square_()
+        norms = torch.stack((*torch._foreach_norm(flat, 2), *max_norms(flat))).view(2, -1)
+        squares = norms.to(torch.float64).square_()
+        places = from_host(torch.tensor(partly, dtype=torch.int64), self.device)
+        return squares.new_zeros(2, len(samples)).index_copy_(1, places, squares)
 
     def views_of(self, tensors: Sequence[Tensor], zeros: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views [blocks, block] of the tensors that are sampled, and the flat pieces that are taken whole."""
@@ -319,7 +327,8 @@ class Staging:
         self.targets = [rows[where] for _, where in layout._sampled]
         self.alike = [self.values[where].view(-1, *shape[1:]) for _, where, shape in layout._alike]
         self.tail = self.values[layout._boundary :]
-        self.target_records = [_records(target) for target in self.targets] if self.values.is_cpu else []
+        records = _records(rows) if self.values.is_cpu else None
+        self.target_records = [] if records is None else [records[where] for _, where in layout._sampled]
 
 
 class Source(NamedTuple):

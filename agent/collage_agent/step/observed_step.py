@@ -31,14 +31,16 @@ __all__ = [
     "KeptWeights",
     "ObservedStep",
     "Scratch",
-    "TILE_SLOTS",
     "Tile",
+    "tile_slots",
     "tiles_of",
     "view_of",
 ]
 
 TILE_SLOTS: Final = 196_608
-"""Slots of a tile, which are worked on together: the fp64 rows then stay in the cache."""
+"""Slots of a tile, which are worked on together: on the host the fp64 rows then stay in the cache."""
+_DEVICE_TILE_SLOTS: Final = 5 * TILE_SLOTS
+"""On a device, where each tile is 150 launches more, and 150 bytes a slot are 150 MB while a step is measured."""
 Values = Mapping[str, Tensor]
 Follows = Literal["nothing", "measured step", "other steps"]
 """What came before a measured step, since the launch began or states were loaded: directly before it, or at all."""
@@ -61,11 +63,16 @@ class Tile:
     padding: Tensor
 
 
+def tile_slots(device: torch.device) -> int:
+    """The most slots of a tile: a multiple of every block."""
+    return TILE_SLOTS if device.type == "cpu" else _DEVICE_TILE_SLOTS
+
+
 def tiles_of(layout: BlockLayout) -> list[Tile]:
     """The tiles of a layout, in the order of their slots."""
-    found, block = [], layout.block
-    for start in range(0, layout.slots, TILE_SLOTS):
-        slots = slice(start, min(start + TILE_SLOTS, layout.slots))
+    found, block, most = [], layout.block, tile_slots(layout.device)
+    for start in range(0, layout.slots, most):
+        slots = slice(start, min(start + most, layout.slots))
         blocks = slice(slots.start // block, slots.stop // block)
         padding = [slot - start for slot in layout.padding if start <= slot < slots.stop]
         held = torch.full((slots.stop - start,), 1.0, dtype=torch.float64)

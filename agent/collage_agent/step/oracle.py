@@ -21,7 +21,7 @@ from collage_agent.stats.intervals import fourth_moments, interval_keys, product
 from collage_agent.stats.several_steps import ORACLE_SUMS, oracle_block_sums
 from collage_agent.stats.step_view import StepView
 from collage_agent.step.gather import BlockLayout, Staging
-from collage_agent.step.observed_step import TILE_SLOTS
+from collage_agent.step.observed_step import tile_slots
 from collage_agent.step.totals import SampleSizes
 from collage_monitor.metrics import METRICS
 from collage_monitor.totals_table import Axis, Table
@@ -135,7 +135,7 @@ class OracleView:
         tensors = [members.index(member) for member in oracle.members]
         positions = torch.from_numpy(layout.positions_of(oracle.layout, tensors))
         self.positions = from_host(positions, oracle.layout.device)
-        blocks = TILE_SLOTS // layout.block
+        blocks = tile_slots(layout.device) // layout.block
         self._where = []
         for start in range(0, layout.blocks, blocks):
             target = torch.nonzero((positions >= start) & (positions < start + blocks)).view(-1)

@@ -206,13 +206,14 @@ class SampleSizes:
     def factors(self, keys: Sequence[str], missing: frozenset[str] = frozenset()) -> Tensor:
         """The factors from sums over the sample to estimated totals, fp64 [rows, tensors]; NaN if the statistic
         needs a `missing` input."""
-        found = []
+        scale = self.scale
+        rows = torch.stack((torch.ones_like(scale), scale, scale * scale, torch.full_like(scale, torch.nan)))
+        wanted = []
         for key in keys:
             entry = statistic(key)
             power = 0 if entry.raw or entry.label == "metric" else 2 if entry.variance else 1
-            unknown = bool(missing & {*entry.needs})
-            found.append(torch.full_like(self.scale, torch.nan) if unknown else self.scale**power)
-        return torch.stack(found)
+            wanted.append(3 if missing & {*entry.needs} else power)
+        return rows.index_select(0, self._indices(wanted))
 
 
 def estimated_totals(

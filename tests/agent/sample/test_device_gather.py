@@ -1,13 +1,17 @@
 """Samples gathered by one launch: with the bits of those gathered tensor by tensor, until there is a kernel."""
 
+import collections
 import contextlib
 import threading
 
 import pytest
 import torch
+from collage_agent.handle import watch
 from collage_agent.sample.sampling import draw
-from collage_agent.step import device_gather
+from collage_agent.step import device_gather, gather, missed_shares, observed_step
 from collage_agent.step.gather import BlockLayout, Staging
+from collage_agent.watching.hooks import OptimizerHooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.optim.triton_apart import only_where_published, run_with_triton
 from tests.waiting import until
@@ -57,11 +61,19 @@ class Kernel:
 
 
 @pytest.fixture
-def gathering(monkeypatch):
-    """Act as a device; returns what gathers five tensors, and whether it copied each by itself."""
+def as_on_a_device(monkeypatch):
+    """Samples are gathered by a kernel, and nothing is read without waiting."""
     monkeypatch.setattr(device_gather, "launches", lambda device: True)
     monkeypatch.setattr(device_gather, "_KERNELS", {})
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for module in (observed_step, missed_shares):
+        monkeypatch.setattr(module, "on_host", lambda values: False)
+    monkeypatch.setattr(gather, "max_norms", lambda tensors: torch._foreach_norm(tensors, torch.inf))
+
+
+@pytest.fixture
+def gathering(as_on_a_device):
+    """Returns what gathers five tensors, and whether it copied each by itself."""
     tensors = [torch.arange(64.0) + place for place in range(5)]
     layout = BlockLayout([draw(f"t{place}", 64, 4, 32) for place in range(5)], tensors)
 
@@ -121,3 +133,59 @@ def test_a_launch_that_fails_is_the_last_one(gathering, monkeypatch, caplog):
         assert gathering()
     assert kernel.launches == 1
     assert caplog.text.count("out of resources") == 1
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations that a device would carry out, by name."""
+
+    FREE = frozenset(
+        ("view", "detach", "slice", "select", "expand", "t", "unsqueeze", "as_strided", "alias", "split")
+    )
+    """They look at a tensor, or allocate one."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        # Step counters are on the host, where reading one launches nothing.
+        if name not in self.FREE and not name.startswith(("empty", "new_empty", "_local_scalar", "lift")):
+            self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_measured_steps(monkeypatch, tensors, kernel):
+    """Of three measured steps: without states, with new ones, and one as most are."""
+    weights = torch.nn.ParameterList([torch.ones(40 + 60 * (place % 2), 64).bfloat16() for place in range(tensors)])
+    optimizer = torch.optim.AdamW(weights.parameters(), lr=1e-3, fused=True)
+    handle = watch(weights, optimizer, every=1, sample=512, budget=None)
+    monkeypatch.setattr(device_gather, "_kernel_of", lambda device, word: kernel)
+    found: list[collections.Counter[str]] = []
+    with monkeypatch.context() as patch:
+        for name in ("_gather_before", "_measure"):
+            original = getattr(OptimizerHooks, name)
+
+            def counted(*arguments, _original=original):
+                with Counting() as counting:
+                    _original(*arguments)
+                found[-1] += counting.calls
+
+            patch.setattr(OptimizerHooks, name, counted)
+        for _ in range(3):
+            found.append(collections.Counter())
+            for weight in weights:
+                weight.grad = torch.full_like(weight, 0.5)
+            optimizer.step()
+    handle.remove()
+    return found
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+def test_a_model_of_more_tensors_is_no_more_calls(monkeypatch):
+    few, many = Kernel(threading.Event()), Kernel(threading.Event())
+    expected = calls_of_measured_steps(monkeypatch, 6, few)
+    assert calls_of_measured_steps(monkeypatch, 24, many) == expected
+    assert few.launches == many.launches == 6
+    assert expected[2].total() < 210
+    assert max(step.total() for step in expected) < 500

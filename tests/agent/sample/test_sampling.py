@@ -97,6 +97,17 @@ def test_many_tensors_of_one_shape_are_gathered_as_they_are(contiguous):
     assert all(staging.values[layout.padding] == 0)
 
 
+def test_a_layout_holds_while_its_tensors_lie_in_memory_as_they_did():
+    tensors = [torch.zeros(40, 64), *(torch.zeros(4, 16) for _ in range(16))]
+    samples = [draw(f"t{place}", tensor.numel(), 4, 256) for place, tensor in enumerate(tensors)]
+    layout = BlockLayout(samples, tensors)
+    assert layout.holds([tensor + 1 for tensor in tensors])
+    for other in (torch.zeros(64, 40).t(), torch.zeros(40, 64, device="meta")):
+        assert not layout.holds([other, *tensors[1:]])
+    # Many of one shape are joined as they are.
+    assert not layout.holds([tensors[0], *(torch.zeros(8, 8) for _ in range(16))])
+
+
 def in_one_buffer(tensors, apart):
     """The same tensors as views of one buffer, each `apart` elements behind the end of the last."""
     buffer = torch.zeros(sum(tensor.numel() + 64 for tensor in tensors), dtype=tensors[0].dtype)

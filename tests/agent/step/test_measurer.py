@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from collage_agent.handle import watch
+from collage_agent.sample.sampling import MAXIMUM_BLOCK, draw
+from collage_agent.step import bucket_planner, observed_step
 from collage_agent.step.layout import differing_counters, out_of_lock_step
 
 from collage_monitor.statistics import histogram_counts
@@ -200,3 +202,41 @@ def test_counters_on_the_host_make_buckets_and_counters_on_a_device_take_tensors
     found = out_of_lock_step(on_device)
     assert found is not None
     assert found.shape == (1,)
+
+
+def test_states_that_appear_are_no_reason_to_draw_again(monkeypatch):
+    """The first step makes them, so the second measured one is planned anew; another dtype has other blocks."""
+    drawn: list[str] = []
+
+    def noted(name, *given, **own):
+        drawn.append(name)
+        return draw(name, *given, **own)
+
+    monkeypatch.setattr(bucket_planner, "draw", noted)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1, sample=256, budget=None)
+    train(model, optimizer, 3)
+    names = [name for name, _ in model.named_parameters()]
+    assert drawn == names
+    model.float()
+    optimizer.state.clear()
+    train(model, optimizer, 2, start=3)
+    assert drawn == names * 2
+    assert handle.summary()["model"]["edq_ratio"] == pytest.approx(1, abs=1e-3)
+
+
+def test_tiles_of_any_size_give_the_same_numbers(monkeypatch):
+    """Those of a device are larger than those of a cache."""
+    found = []
+    for slots in (512, 4096, observed_step.TILE_SLOTS):
+        monkeypatch.setattr(observed_step, "TILE_SLOTS", slots)
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        handle = watch(model, optimizer, every=1, sample="all", oracle=True)
+        train(model, optimizer, 3)
+        found.append(handle.summary())
+    assert found[0] == found[1] == found[2]
+    host, device = (observed_step.tile_slots(torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert device > host
+    assert device % MAXIMUM_BLOCK == host % MAXIMUM_BLOCK == 0
