@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from collage_agent.handle import watch
+from collage_agent.sample.sampling import draw
+from collage_agent.step.gather import BlockLayout, Source, Staging
 from collage_optim import CollageAdamW, StepTotals
 from torch import nn
 
@@ -52,6 +55,7 @@ WATCHES_OF_OURS: dict[str, dict[str, Any]] = {
 }
 DEFAULTS_ROUND, EVERY_STEP_ROUND = 100, 8
 """Steps of a round. Two of them are watched: at the defaults the first measures more often than the next."""
+SAMPLE, COMPILED_WITHIN_SECONDS = 4096, 60
 
 
 def milliseconds(work: Callable[[], object], calls: int) -> float:
@@ -155,6 +159,40 @@ def steps_of(model: tuple[int, int], rounds: int) -> Measuring:
     return []
 
 
+def gathering(model: tuple[int, int], rounds: int) -> Measuring:
+    """The sample of weights, gradients and two states: by one launch, and tensor by tensor, alternated."""
+    members = on_device(model, torch.bfloat16)
+    samples = [draw(str(place), own.numel(), own.element_size(), SAMPLE) for place, own in enumerate(members)]
+    layout = BlockLayout(samples, members)
+    moments: list[list[torch.Tensor]] = [[own.detach().clone() for own in members] for _ in ("first", "second")]
+    columns: list[list[torch.Tensor]] = [
+        [*members],
+        [own.grad for own in members if own.grad is not None],
+        *moments,
+    ]
+    sources = [Source(own, Staging(layout, torch.bfloat16), own is not columns[1]) for own in columns]
+    deadline = time.monotonic() + COMPILED_WITHIN_SECONDS
+    while not all(layout.device_gather.fill([(own.tensors, own.staging.values) for own in sources])):
+        if time.monotonic() > deadline:
+            return ["no kernel gathers samples here: the log says why"]
+        time.sleep(0.1)
+
+    def tensor_by_tensor() -> None:
+        for own in sources:
+            layout._copy(*own)
+
+    contenders = {"one launch": lambda: layout.gather_all(sources), "tensor by tensor": tensor_by_tensor}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds + 1):
+        for name, gather in contenders.items():
+            times[name].append(milliseconds(gather, CALLS))
+    for name, found in times.items():
+        yield Figure(f"a sample of {len(members)} tensors gathered, {name}", "ms", tuple(found[1:]))
+    pairs = zip(*(found[1:] for found in times.values()), strict=True)
+    yield Figure("a sample gathered, one launch of tensor by tensor", "", tuple(one / each for one, each in pairs))
+    return []
+
+
 def training(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[nn.Module, Any, Callable[[], None]]:
     """The model, its optimizer, and a step of training."""
     torch.manual_seed(0)
@@ -208,12 +246,13 @@ def measure(options: Options) -> Measuring:
     for model in MODELS.values():
         yield from steps_of(model, rounds)
         torch.cuda.empty_cache()
+    notes = yield from gathering(MODELS["303 M"], rounds)
     yield from watching(rounds, lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True), WATCHES)
     torch.cuda.empty_cache()
     yield from watching(
         rounds, lambda p: CollageAdamW(p, lr=1e-4, strategy="split-master", seed=1), WATCHES_OF_OURS
     )
-    return [f"{torch.cuda.get_device_name()}, torch {torch.__version__}"]
+    return [*notes, f"{torch.cuda.get_device_name()}, torch {torch.__version__}"]
 
 
 if __name__ == "__main__":

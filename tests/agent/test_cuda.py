@@ -14,6 +14,8 @@ import collage_agent as collage
 import pytest
 import torch
 from collage_agent.handle import watch
+from collage_agent.sample.sampling import draw
+from collage_agent.step.gather import BlockLayout, Staging
 from collage_agent.transport import MemoryTransport
 from collage_optim import STRATEGIES, CollageAdamW
 
@@ -23,6 +25,7 @@ from tests.agent.watching.test_average_watch import check, lerp
 from tests.optim.models import give_gradients, parameters, tensors_of
 from tests.optim.with_triton import assert_same_sums
 from tests.reference.averages import ReferenceAverage, metrics_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.gpu
 
@@ -66,6 +69,22 @@ def test_training_is_bit_identical_with_and_without_the_agent(name):
     assert torch.equal(state, other_state)
     for one, other in zip(tensors, found, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_kernel_gathers_the_bits_that_are_gathered_tensor_by_tensor():
+    kinds = (torch.bfloat16, torch.float32)
+    columns = [[torch.randn(size, device="cuda").to(kind) for size in (9001, 4096, 7, 1)] for kind in kinds]
+    samples = [draw(str(place), tensor.numel(), 2, 512) for place, tensor in enumerate(columns[0])]
+    layout = BlockLayout(samples, columns[0])
+    launched, copied = ([Staging(layout, kind) for kind in kinds] for _ in range(2))
+    until(
+        lambda: all(
+            layout.device_gather.fill([(own, to.values) for own, to in zip(columns, launched, strict=True)])
+        )
+    )
+    for own, to, beside in zip(columns, copied, launched, strict=True):
+        layout._copy(own, to, True)
+        assert torch.equal(to.values, beside.values)
 
 
 FIRST_WATCH = """
