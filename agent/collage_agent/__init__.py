@@ -28,9 +28,11 @@ if TYPE_CHECKING:
         on_alert,
         watch,
         watch_average,
+        watch_tensor,
     )
     from collage_agent.transport import Transport
     from collage_agent.watch_options import Exclude
+    from collage_agent.watching.tensor_watch import TensorWatch
 
 __all__ = [
     "AverageWatch",
@@ -39,6 +41,7 @@ __all__ = [
     "Mode",
     "Resume",
     "Run",
+    "TensorWatch",
     "Transport",
     "Watch",
     "current_run",
@@ -48,6 +51,7 @@ __all__ = [
     "on_alert",
     "watch",
     "watch_average",
+    "watch_tensor",
 ]
 
 _MODULES = {
@@ -56,6 +60,7 @@ _MODULES = {
     "Run": "run",
     "Mode": "run_settings",
     "Resume": "run_settings",
+    "TensorWatch": "watching.tensor_watch",
     "Transport": "transport",
 }
 """Where a name is defined; the others are the session's."""

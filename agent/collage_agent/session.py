@@ -30,9 +30,21 @@ from collage_agent.transport.alert_listener import AlertCallback, AlertListener
 from collage_agent.watch_options import WatchArguments, checks_names, shows_options
 from collage_agent.watching.average_finder import AverageFinder
 from collage_agent.watching.average_watch import AverageWatch
+from collage_agent.watching.tensor_watch import watch_tensor
 from collage_monitor.environment import CHECK_STEPS
 
-__all__ = ["AverageWatch", "Watch", "current_run", "finish", "init", "log", "on_alert", "watch", "watch_average"]
+__all__ = [
+    "AverageWatch",
+    "Watch",
+    "current_run",
+    "finish",
+    "init",
+    "log",
+    "on_alert",
+    "watch",
+    "watch_average",
+    "watch_tensor",
+]
 
 _LOG = logging.getLogger("collage_agent")
 

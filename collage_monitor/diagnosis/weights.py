@@ -92,25 +92,26 @@ def _logged(case: Case) -> Iterator[Finding]:
         yield Finding("not finite", text, name, None, short=short, since=step, since_words=since)
 
 
-def average_findings(metrics: Values) -> Iterator[Finding]:
+def average_findings(metrics: Values, name: str = "the average of the weights") -> Iterator[Finding]:
     """Findings against an average of the weights, which has updates of its own; they say nothing about the weights.
+    name: that of another tensor that is updated by itself.
 
     An average that moves too little, although hardly any update is rounded away, has another decay than stated.
     """
     if broken := finite(metrics.get(_AVERAGE.metric)):
-        text = f"{broken:,.0f} elements of the average of the weights are NaN or infinite"
+        text = f"{broken:,.0f} elements of {name} are NaN or infinite"
         yield Finding("average is off", text, _AVERAGE.metric, broken, 0.0, short="the average is not finite")
     edq, lost = finite(metrics.get("average_edq_ratio")), finite(metrics.get(_AVERAGE_LOST.metric))
     noise, moved = finite(metrics.get("average_edq_noise_ratio")), finite(metrics.get("average_moved_ratio"))
     if edq is None or abs(1 - edq) <= EDQ_TOLERANCE + 3 * (noise or 0.0):
         return
     if lost is not None and lost > _AVERAGE_LOST.threshold:
-        text = f"the average of the weights loses its updates: its EDQ is {edq:.3f}, {percent(lost)} of them are "
+        text = f"{name} loses its updates: its EDQ is {edq:.3f}, {percent(lost)} of them are "
         text += f"rounded away, {percent(moved or 0.0)} of its elements ever moved"
         short = f"the average loses {percent(lost)}"
         yield Finding("average is off", text, _AVERAGE_LOST.metric, lost, _AVERAGE_LOST.threshold, short=short)
     else:
-        text = f"the average of the weights moves by {edq:.3f} of what its decay says: it is another decay, or sign"
+        text = f"{name} moves by {edq:.3f} of what its decay says: it is another decay, or sign"
         bound = _AVERAGE_LOW.threshold if edq < 1 else _AVERAGE_HIGH.threshold
         short = "the average has another decay"
         yield Finding("average is off", text, "average_edq_ratio", edq, bound, short=short)

@@ -199,7 +199,7 @@ class IntentCache:
 def _intents_of_foreign(foreign: ForeignOptimizer) -> list[Intent]:
     """For an object that is not a torch optimizer: by a clone, if one can be stepped apart from the live
     weights."""
-    reason = f"how {foreign.named} steps is not known"
+    reason = f"how {foreign.named} steps is not known (for updates of your own, see watch_tensor, watch_average)"
     if foreign.cloneable:
         try:
             return choose_intent(cast(Optimizer, foreign.given))
