@@ -48,6 +48,7 @@ CALLS: dict[str, tuple[tuple[str, ...], str]] = {
     "migrate": ((), "--database"),
     "backup": (("copy", "--dir", "data"), "archived files"),
     "restore": (("copy", "--dir", "other"), "archived files"),
+    "setup": (("team", "--name", "a b"), "no host name"),
     "token": (("list", "--host", "--dir", "data"), "no tokens yet"),
     "archive": (("publish", "--dir", "data"), ""),
 }

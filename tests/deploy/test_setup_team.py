@@ -1,0 +1,179 @@
+"""`setup team`, for real: its units by systemd, its site by nginx, its server, tokens, message and back-up."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import subprocess
+import tempfile
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from click.testing import CliRunner
+from collage_server.command.setup_team import Installation, setup
+from collage_server.store import SqliteStore
+
+from tests.deploy.secrets import ROOT
+from tests.server.store.postgresql import Cluster, programs_or_skip
+from tests.system import require
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def messages():
+    """(address, bodies) of a target of messages."""
+    found = []
+
+    class Target(BaseHTTPRequestHandler):
+        def do_POST(self):
+            found.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Target)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/", found
+    server.shutdown()
+    server.server_close()
+
+
+def run(root, *more, name="monitor.example"):
+    command = ["team", "--name", name, "--root", str(root), "--user", getpass.getuser(), *more]
+    return CliRunner().invoke(setup, command)
+
+
+def told_by(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def certificate(folder):
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    names = [str(folder / name) for name in ("certificate.pem", "key.pem")]
+    subprocess.run(
+        [*made, "-subj", "/CN=x", "-keyout", names[1], "-out", names[0]], check=True, capture_output=True
+    )
+    return names
+
+
+def test_a_team_s_server_is_set_up_and_tried(tmp_path, messages, capfd):
+    for program in ("nginx", "openssl", "systemd-analyze"):
+        require(program)
+    address, told = messages
+    public, private = certificate(tmp_path)
+    more = ("--certificate", public, "--key", private)
+    found = run(tmp_path / "m", "--set", f"ALERT_WEBHOOK={address}", *more)
+    output = capfd.readouterr().out
+    assert found.exit_code == 0, (found.output, output)
+    assert len(told) == 1
+    assert "took the message" in output
+    assert "all of them good" in output
+    assert "systemctl enable --now collage-server collage-dashboard collage-backup.timer" in found.output
+    etc = tmp_path / "m/etc"
+    assert {path.stat().st_mode & 0o777 for path in (etc / "collage").iterdir()} == {0o600}
+    store = SqliteStore(tmp_path / "m/var/lib/collage/collage.sqlite", stale_after_seconds=600.0)
+    store.open()
+    assert sorted(token.role for token in store.access.tokens()) == ["ingest", "read"]
+    store.close()
+    units = sorted((etc / "systemd/system").iterdir())
+    checked = told_by("systemd-analyze", "verify", "--man=no", *units)
+    own = [line for line in checked.stderr.splitlines() if "collage" in line]
+    assert (checked.returncode, own) == (0, []), checked.stderr
+    site = etc / "nginx/conf.d/collage-monitor.conf"
+    whole = tmp_path / "nginx.conf"
+    whole.write_text(f"pid {tmp_path}/pid;\nevents {{}}\nhttp {{\n ssl_protocols TLSv1.3;\n include {site};\n}}\n")
+    tried = told_by("nginx", "-t", "-c", whole)
+    assert tried.returncode == 0, tried.stderr
+
+    # Again: settings and tokens stay, and the message comes once more.
+    before = {path: path.read_bytes() for path in (etc / "collage").iterdir()}
+    again = run(tmp_path / "m", *more)
+    assert (again.exit_code, len(told)) == (0, 2), again.output
+    assert {path: path.read_bytes() for path in (etc / "collage").iterdir()} == before
+
+
+def test_without_a_target_it_ends_with_1_and_says_what_to_set(tmp_path, capfd):
+    found = run(tmp_path)
+    assert found.exit_code == 1
+    assert "set COLLAGE_SERVER_ALERT_SLACK" in capfd.readouterr().err
+    assert "certbot certonly --nginx --domain monitor.example" in found.output
+
+
+def test_somebody_else_s_file_stays(tmp_path):
+    site = tmp_path / "etc/nginx/conf.d/collage-monitor.conf"
+    site.parent.mkdir(parents=True)
+    site.write_text("# mine\n")
+    found = run(tmp_path)
+    assert found.exit_code == 1
+    assert f"{site} is somebody else's; move it away" in found.output
+    assert site.read_text() == "# mine\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--set", "ALERT_SLAKC=https://a.example"), "COLLAGE_SERVER_ALERT_SLAKC is no setting"),
+        (("--set", "ALERT_SLACK"), "is no NAME=VALUE"),
+        (("--set", "ALERT_SLACK=a'b"), "without ' and line breaks"),
+    ],
+)
+def test_a_setting_that_is_none_is_refused_before_anything_runs(tmp_path, more, told):
+    found = run(tmp_path, *more)
+    assert found.exit_code == 2
+    assert told in found.output
+    assert not (tmp_path / "etc/systemd").exists()
+
+
+def test_a_name_that_is_none_is_refused(tmp_path):
+    found = run(tmp_path, name="a; rm")
+    assert found.exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_user_who_is_not_there_is_named_with_what_makes_it(tmp_path):
+    if os.getuid():
+        pytest.skip("its own user runs it: nobody is looked up")
+    found = run(tmp_path, "--user", "nobody-here")
+    assert found.exit_code == 2
+    assert "adduser --system --group" in found.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_site_keeps_the_shipped_proxy_s_bounds(tmp_path):
+    """All but what is of the whole of nginx, or of containers."""
+    place = Installation(tmp_path, getpass.getuser(), "monitor.example")
+    place.write_site("c.pem", "k.pem")
+    site = (tmp_path / "etc/nginx/conf.d/collage-monitor.conf").read_text()
+    http = (ROOT / "server/deploy/nginx.conf").read_text().partition("http {")[2].partition("    server {")[0]
+    bounds = re.findall(r"^ {4}((?:client|large|keepalive|reset|proxy|limit_conn)\w* .*;)$", http, re.MULTILINE)
+    left_out = re.compile("temp_path|limit_conn_zone|limit_conn address|Authorization")
+    kept = [bound for bound in bounds if not left_out.search(bound)]
+    assert len(kept) >= 15
+    assert [bound for bound in kept if site.count(f"    {bound}\n") != 2] == []
+
+
+def test_on_postgresql_the_timer_dumps_and_copies_archived_files(tmp_path, messages, capfd):
+    programs = programs_or_skip()
+    address, told = messages
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(folder, programs)
+        cluster.create()
+        cluster.start()
+        try:
+            cluster.execute("CREATE DATABASE team")
+            settings = (f"DATABASE={cluster.url('team')}", f"ALERT_WEBHOOK={address}")
+            found = run(tmp_path / "m", *(part for setting in settings for part in ("--set", setting)))
+        finally:
+            cluster.stop()
+    assert (found.exit_code, len(told)) == (0, 1), (found.output, capfd.readouterr())
+    made = {path.suffix: path.stat().st_size for path in (tmp_path / "m/var/backups/collage").iterdir()}
+    assert made.keys() == {".dump", ".tar"}
+    unit = (tmp_path / "m/etc/systemd/system/collage-backup.service").read_text()
+    assert 'pg_dump --format=custom --file="$$day.dump" "$$COLLAGE_SERVER_DATABASE"' in unit
+    assert "day=$$(date +%%u)" in unit
