@@ -8,7 +8,8 @@ import collage_agent
 import httpx
 import pytest
 import torch
-from collage_agent.audit.checkpoint_files import CheckpointError, read_checkpoint
+from collage_agent.audit.checkpoint_files import CheckpointError
+from collage_agent.audit.split_layouts import read_checkpoint
 from collage_agent.integrations.attachment import Attachment
 from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD
 from collage_agent.run_settings import read_settings, watch_defaults

@@ -285,7 +285,7 @@ def _rgb(colour: str) -> tuple[int, ...]:
 def _coloured(levels: NDArray[np.float64], stops: Sequence[tuple[float, tuple[int, ...]]]) -> NDArray[np.uint8]:
     """RGBA [rows, columns, 4] of levels in [0, 1] on the scale of these stops; NaN is transparent."""
     places, colours = zip(*stops, strict=True)
-    # Of two stops at one place the second begins there.
+    # Where two stops share a place, the second begins there.
     shares = [share - 1e-9 * (share in places[place + 1 :]) for place, share in enumerate(places)]
     channels = [np.interp(levels, shares, [colour[channel] for colour in colours]) for channel in range(3)]
     opaque = np.where(np.isnan(levels), 0, 255)

@@ -34,8 +34,11 @@ def has_default(table):
 
 KEYS = [*STATISTICS[:2], STATISTICS[9]]
 NUMBERS = (schema.report, schema.point_chunk, schema.model_chunk, schema.layer_chunk, schema.scalar_chunk)
-OF_SERVER = (schema.run_summary, schema.replica_mismatch, *server_tables.SERVER_TABLES)
-OF_SERVER = tuple(table for table in OF_SERVER if "checks" in table.c)
+OF_SERVER = tuple(
+    table
+    for table in (schema.run_summary, schema.replica_mismatch, *server_tables.SERVER_TABLES)
+    if "checks" in table.c
+)
 """Their rows are tried in `test_server_row_damage.py`."""
 OF_RUNS = tuple(
     table

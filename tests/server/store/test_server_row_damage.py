@@ -7,6 +7,7 @@ import logging
 import random
 import sqlite3
 from contextlib import closing, contextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -46,7 +47,8 @@ def entry(number):
 def served_store(folder):
     """`small_store` with what a server adds: tokens, a session, incidents, a silence, a view, an evaluation."""
     store = small_store(folder)
-    for number, role in enumerate(("read", "ingest")):
+    roles: tuple[wire.Role, ...] = ("read", "ingest")
+    for number, role in enumerate(roles):
         token = wire.Token(
             token_id=f"t{number}", name="ada", role=role, projects=["p"], created_at=NOW, created_by="host:ada"
         )
@@ -56,12 +58,17 @@ def served_store(folder):
     store.access.note_uses({"t0": NOW + 1.0})
     labels = {"run_id": "r1", "project": "p"}
     for number, alert in enumerate(("CollageEdqLow", "CollageRunSilent")):
-        of_run = {"labels": labels, "run_id": "r1", "project": "p", "value": 0.5, "step": 3}
-        said = {"severity": "warning", "source": "server", "text": "said", "started_at": NOW + number}
+        of_run: dict[str, Any] = {"labels": labels, "run_id": "r1", "project": "p", "value": 0.5, "step": 3}
+        said: dict[str, Any] = {
+            "severity": "warning",
+            "source": "server",
+            "text": "said",
+            "started_at": NOW + number,
+        }
         assert store.incidents.fire(NewIncident(alert=alert, **of_run, **said), NOW + number)
     assert store.incidents.resolve("CollageRunSilent", labels, "server", NOW + 5.0)
-    made = {"made_by": "t0", "made_at": NOW}
-    covered = {"alert": "Other", "project": None, "run_id": None}
+    made: dict[str, Any] = {"made_by": "t0", "made_at": NOW}
+    covered: dict[str, Any] = {"alert": "Other", "project": None, "run_id": None}
     store.incidents.silence(wire.Silence(silence_id="s1", comment="", ends_at=NOW + 99.0, **covered, **made))
     store.table.save_view(wire.SavedView(project="p", name="mine", search="q=a", **made))
     with store.writing() as connection:
@@ -82,7 +89,7 @@ def told_in_the_log():
     """What is left out of answers is told there, once an hour."""
     found: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     row_checks.tell_damage.cache_clear()
     logger = logging.getLogger(row_checks.__name__)
     logger.addHandler(handler)
