@@ -373,8 +373,7 @@ class OptimizerHooks:
                         told = self.options.first_step
                         self.resume.before(self.stepping, self.measurer.watched, self._intents, self._step, told)
                         self.saved.begin(self.stepping, self._stepped(), self._step)
-                    due = self._governor.counterfactuals_due(self._step)
-                    closed = closure or self._without_gradients()
+                    due, closed = self._governor.counterfactuals_due(self._step), closure or self._is_average()
                     self.measurer.before(optimizer, closure=closed, counterfactuals=due)
                     self._measuring = True
         except Exception as error:
@@ -382,7 +381,7 @@ class OptimizerHooks:
             self.measurer.step_raised()
             self._guard.caught("looking at the optimizer before a step", error)
 
-    def _without_gradients(self) -> bool:
+    def _is_average(self) -> bool:
         """Whether the step is one that uses no gradients, as an average of the weights does."""
         return self.foreign is not None and all(self._gradient_of(own) is None for own in self.measurer.watched)
 
@@ -392,9 +391,8 @@ class OptimizerHooks:
             with self._governor.timing(), isolated(_device_of(self.measurer)):
                 if self.seen_by == "hand":
                     self.measurer.gather_gradients_again()
-                self.totals = self.measurer.after(
-                    self.stepping, counterfactuals=self._governor.counterfactuals_due(self._step)
-                )
+                due = self._governor.counterfactuals_due(self._step)
+                self.totals = self.measurer.after(self.stepping, counterfactuals=due)
                 if self._looks_at_resume:
                     self._looks_at_resume = False
                     self.resume.after(self.stepping, self.measurer.watched, self._intents, self._step)
