@@ -58,11 +58,14 @@ def test_numbers_that_are_not_finite_stay_where_they_are():
 @pytest.mark.slow
 @only_where_published
 @pytest.mark.parametrize(
-    ("seed", "part"), [(0, 24), *(pytest.param(seed, 1, marks=pytest.mark.nightly) for seed in range(1, 4))]
+    ("seed", "part"), [(1, 12), *(pytest.param(seed, 6, marks=pytest.mark.nightly) for seed in range(6))]
 )
 def test_kernels_add_up_what_the_agent_measures_of_whole_tensors(seed, part):
-    """Counts to the last, sums within fp64's rounding, and the bits of the step: tails, several chunks, NaN."""
-    assert int(run_with_triton(WITH_TRITON, "totals", str(seed), str(part), interpreted=True)) >= 160 / part
+    """Counts to the last, sums within fp64's rounding, and the bits of the step: tails, several chunks, NaN.
+
+    By night every pair of a rule and a strategy comes up.
+    """
+    assert int(run_with_triton(WITH_TRITON, "totals", str(seed), str(part), interpreted=True)) >= 480 / part
 
 
 @pytest.mark.slow

@@ -81,6 +81,7 @@ def gathered(monkeypatch):
     return times
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("rule", RULES)
 def test_the_sums_are_those_of_a_whole_sample(rule, monkeypatch):
