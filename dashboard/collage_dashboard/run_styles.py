@@ -14,6 +14,7 @@ __all__ = [
     "LineStyle",
     "NamedRun",
     "is_stochastic",
+    "short_name",
     "strategy_title",
     "styles_of",
 ]
@@ -50,7 +51,7 @@ def styles_of(runs: Sequence[NamedRun]) -> list[LineStyle]:
     dtype are added, then the end of the id.
     Runs of one strategy and dtype share a colour and differ in their dash.
     """
-    labels = [_short(run.name) for run in runs]
+    labels = [short_name(run.name) for run in runs]
     for extend in (_with_strategy, _with_id):
         seen = Counter(labels)
         labels = [extend(label, run) if seen[label] > 1 else label for label, run in zip(labels, runs, strict=True)]
@@ -70,7 +71,8 @@ def is_stochastic(name: str | None) -> bool:
     return entry is not None and entry.stochastic and entry.weights != "fp32"
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
+    """A name without its middle, if it is long: names of runs differ at their ends."""
     half = _LABEL_CHARACTERS // 2
     return name if len(name) <= _LABEL_CHARACTERS else f"{name[: half - 1]}…{name[-half:]}"
 

@@ -60,6 +60,8 @@ def first_row(page, name):
 
 
 def choose_grouping(page, title):
+    if not page.locator("#runs-by").is_visible():
+        page.get_by_text("Filters", exact=True).click()
     page.locator("#runs-by").click()
     page.get_by_role("option", name=title).click()
 
@@ -81,7 +83,7 @@ def test_runs_that_differ_by_seed_are_one_row_that_opens(watched):
     page.wait_for_function("document.querySelector('#runs-by').value === 'By strategy'")
 
     page.get_by_role("button", name="3 runs of Plain · bfloat16").click()
-    page.get_by_role("link", name="plain-seed2").wait_for()
+    page.get_by_role("link", name="plain-seed2", exact=True).wait_for()
     page.wait_for_function("location.search.includes('open=')")
     assert names(page)[1:] == ["Plain · bfloat16 · 3 runs", "plain-seed0", "plain-seed1", "plain-seed2"]
     assert serious_violations(page, 1440) == []
@@ -91,17 +93,17 @@ def test_runs_that_differ_by_seed_are_one_row_that_opens(watched):
     assert "sort=edq_ratio" in page.url
     assert names(page)[4] == "Collage plus · bfloat16 · 3 runs"
 
-    page.get_by_role("link", name="plain-seed1").click()
+    page.get_by_role("link", name="plain-seed1", exact=True).click()
     page.wait_for_selector("#run-panel .hm image")
     page.go_back()
     first_row(page, "Plain · bfloat16 · 3 runs")
-    page.get_by_role("link", name="plain-seed1").wait_for()
+    page.get_by_role("link", name="plain-seed1", exact=True).wait_for()
     page.wait_for_function("document.querySelector('#runs-by').value === 'By strategy'")
 
     page.get_by_label("Search names, projects, tags and ids").fill("seed1")
     first_row(page, "Plain · bfloat16 · 1 run")
     page.get_by_role("button", name="1 run of Plain · bfloat16", expanded=True).click()
-    page.get_by_role("link", name="plain-seed1").wait_for(state="detached")
+    page.get_by_role("link", name="plain-seed1", exact=True).wait_for(state="detached")
 
 
 def test_what_was_picked_survives_search_pages_and_grouping(watched):
@@ -118,7 +120,7 @@ def test_what_was_picked_survives_search_pages_and_grouping(watched):
     page.evaluate("dash_ag_grid.getApi('runs-grid').ensureIndexVisible(0)")
     page.get_by_role("checkbox", name="Pick plain-seed1 to compare").uncheck()
     page.get_by_label("Search names, projects, tags and ids").fill("filler-00")
-    page.get_by_role("link", name="plain-seed1").wait_for(state="detached")
+    page.get_by_role("link", name="plain-seed1", exact=True).wait_for(state="detached")
     page.get_by_role("checkbox", name="Pick filler-00 to compare", checked=True).wait_for()
     page.get_by_label("Search names, projects, tags and ids").fill("")
     choose_grouping(page, "By strategy")

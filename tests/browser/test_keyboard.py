@@ -217,6 +217,7 @@ def rows_are(page, *names):
 @pytest.mark.nightly
 def test_the_table_is_searched_filtered_and_sorted(keyboard):
     page = keyboard.page
+    keyboard.reach(".show-filters input").press("Space")
     keyboard.reach("#runs-strategy")
     keyboard.type("light")
     keyboard.press("ArrowDown", "Enter")

@@ -131,3 +131,5 @@ def test_a_phone_shows_the_list_and_then_what_is_picked(open_page, dashboard_url
     assert page.locator(".rail").is_hidden()
     page.go_back()
     entry.wait_for()
+    page.locator(".bar").get_by_role("link", name="Strategies").click()
+    assert "Use Collage plus" in on_screen(page, page.locator("#compare-advice .verdict")), "what to use: one tap"

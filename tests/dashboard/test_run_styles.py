@@ -73,7 +73,7 @@ def test_plain_float32_is_the_reference():
 
 @pytest.mark.parametrize("vision", VISION)
 def test_colours_can_be_told_apart_by_colour_blind_readers_too(vision):
-    colours = {**STRATEGY_COLOURS, "reference": REFERENCE}
+    colours = {**STRATEGY_COLOURS, "reference": REFERENCE, "plain, float16": strategy_colour("plain", "float16")}
     seen = {name: lab(colour, VISION[vision]) for name, colour in colours.items()}
     closest = min((float(np.linalg.norm(seen[a] - seen[b])), a, b) for a, b in itertools.combinations(seen, 2))
     assert closest[0] > 12, closest

@@ -6,6 +6,7 @@ from collage_dashboard.pages.runs_controls import (
     _listed,
     _save_view,
     columns_menu,
+    filter_button,
     filter_row,
     pinned_line,
     tray,
@@ -117,7 +118,7 @@ def test_filters_count_their_runs_and_keep_a_choice_that_no_run_has_any_more():
     [(View(), False), (View(group="g"), True), (View(archived="1"), True), (View(where=("lr > 1",)), True)],
 )
 def test_on_a_phone_the_button_of_the_filters_is_down_while_one_is_set(view, is_set):
-    assert filter_row(view, FILTERS).children[0].checked is is_set
+    assert filter_button(view).checked is is_set
 
 
 def test_the_order_of_a_phone_shows_only_an_order_that_it_offers():

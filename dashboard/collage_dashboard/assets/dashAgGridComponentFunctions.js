@@ -61,7 +61,7 @@ function watchGrid(api, own) {
 }
 
 dagcomponentfuncs.LayerCell = function (props) {
-  return props.data ? asCard(props, React.createElement("span", { className: "layer-cell", title: props.value }, props.value)) : null;
+  return props.data ? asCard(props, React.createElement("span", { className: "layer-cell from-its-end", title: props.value }, React.createElement("bdi", null, props.value))) : null;
 };
 
 dagcomponentfuncs.RunCell = function (props) {
@@ -115,7 +115,7 @@ function runName(props, row) {
       : React.createElement(
           window.dash_core_components.Link,
           { href: row.address, refresh: false, title: row.name },
-          row.name
+          row.label
         )
   );
 }
@@ -134,16 +134,15 @@ dagcomponentfuncs.JudgementCell = function (props) {
 dagcomponentfuncs.TrendCell = function (props) {
   const values = props.data && props.data.trend;
   if (!values || values.length < 2) return null;
-  const least = Math.min(0.9, ...values.filter((value) => value !== null));
-  const most = Math.max(1.02, ...values.filter((value) => value !== null));
-  const at = (value, place) => `${((80 * place) / (values.length - 1)).toFixed(1)} ${(22 - (20 * (value - least)) / (most - least)).toFixed(1)}`;
+  // One scale for all rows: from nothing that arrives to a tenth too much.
+  const at = (value, place) => `${((80 * place) / (values.length - 1)).toFixed(1)} ${(22 - 20 * Math.min(Math.max(value / 1.1, 0), 1)).toFixed(1)}`;
   let path = "";
   values.forEach((value, place) => {
     if (value !== null) path += (place && values[place - 1] !== null ? "L" : "M") + at(value, place);
   });
   return React.createElement(
     "svg",
-    { viewBox: "0 0 80 24", width: 80, height: 24, style: { display: "block" }, role: "img", "aria-label": "EDQ over the run" },
+    { viewBox: "0 0 80 24", width: 80, height: 24, style: { display: "block" }, role: "img", "aria-label": `EDQ over the run, now ${window.collageNumbers.ratio(values.at(-1))}` },
     React.createElement("path", { d: path, fill: "none", stroke: props.data.colour, strokeWidth: 1.6 })
   );
 };

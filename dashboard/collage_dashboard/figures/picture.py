@@ -35,7 +35,7 @@ _ANCHORS: Final = {"left": "start", "right": "end", "center": "middle", None: "m
 def picture(figure: go.Figure, label: str, width: float) -> str:
     """The figure as an `<svg>` that fills its place, `width` pixels wide at its own scale; `label` says what it is.
 
-    It has one ink for light and dark ground. All text is escaped. The cells of a heatmap are an embedded PNG.
+    It has one ink for light and dark ground. All text is escaped. A heatmap's cells are an embedded PNG.
     """
     return "".join(_Drawing(figure, width).drawn(label))
 
@@ -285,7 +285,7 @@ def _rgb(colour: str) -> tuple[int, ...]:
 def _coloured(levels: NDArray[np.float64], stops: Sequence[tuple[float, tuple[int, ...]]]) -> NDArray[np.uint8]:
     """RGBA [rows, columns, 4] of levels in [0, 1] on the scale of these stops; NaN is transparent."""
     places, colours = zip(*stops, strict=True)
-    # Where two stops share a place, the second begins there.
+    # The second of two stops at one place begins there.
     shares = [share - 1e-9 * (share in places[place + 1 :]) for place, share in enumerate(places)]
     channels = [np.interp(levels, shares, [colour[channel] for colour in colours]) for channel in range(3)]
     opaque = np.where(np.isnan(levels), 0, 255)

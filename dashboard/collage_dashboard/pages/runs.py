@@ -35,6 +35,7 @@ from collage_dashboard.pages.runs_content import (
 from collage_dashboard.pages.runs_controls import (
     CHOICES,
     columns_menu,
+    filter_button,
     filter_row,
     pinned_line,
     register_controls,
@@ -96,6 +97,7 @@ def layout(view: View, reader: Reader) -> html.Div:
                 [
                     dmc.Title("Runs", order=1, size="h2"),
                     html.Div(className="spring"),
+                    filter_button(view),
                     dmc.TextInput(
                         id="runs-query",
                         value=view.query,
@@ -359,7 +361,7 @@ def _grid(view: View, first: Sequence[dict[str, Any]], pinned: Sequence[dict[str
         options,
         rowModelType="infinite",
         className="runs-grid",
-        style={"height": "calc(100vh - 320px)", "minHeight": "260px"},
+        style={"height": "calc(100vh - 280px)", "minHeight": "260px"},
     )
     return with_placeholder(shown, _in_words(first[:_ROWS_IN_WORDS]))
 
@@ -369,7 +371,7 @@ def _in_words(rows: Sequence[dict[str, Any]]) -> Any:
     lines = []
     for row in rows:
         dot = html.Span(className="dot", style={"--run-colour": row["colour"]})
-        name = html.Span([dot, dcc.Link(row["name"], href=row["address"])], className="run-cell")
+        name = html.Span([dot, dcc.Link(row.get("label", row["name"]), href=row["address"])], className="run-cell")
         said = [judgement_sign(row["health"] or "unknown"), row["brief"]]
         verdict = html.Span(said, title=row["headline"], className="verdict-cell")
         lines.append((name, row["strategy"], row["state"], verdict))

@@ -16,7 +16,7 @@ from dash import dcc, html
 from collage_dashboard.components import judgement_mark, text_of_tags
 from collage_dashboard.descriptions import describe, finite, in_few_words, state_key
 from collage_dashboard.figures.style import strategy_colour
-from collage_dashboard.run_styles import strategy_title
+from collage_dashboard.run_styles import short_name, strategy_title
 from collage_dashboard.view import View, comparison_of, run_address, write_address
 from collage_monitor import wire
 from collage_monitor.diagnosis import NO_PROBLEM
@@ -175,9 +175,9 @@ def headline_of(table: wire.RunTable) -> list[Any]:
     # To another address of the page itself: a link of the application's would not be followed.
     told: list[Any] = [" ", html.A(f"{live:,} live", href="/runs?state=running"), "."] if live else []
     if table.worst is not None and sick:
-        worst = dcc.Link(table.worst.name, href=run_address(table.worst.run_id))
+        worst = dcc.Link(f"Worst: {table.worst.name}", href=run_address(table.worst.run_id))
         are = f"{sick:,} of {runs} {'is' if sick == 1 else 'are'} sick."
-        return [f"{are} Worst: ", worst, f" ({table.worst.short}).", *told]
+        return [f"{are} ", worst, f" ({table.worst.short}).", *told]
     if table.total and healthy == table.total:
         return [f"{'The run is' if table.total == 1 else f'All {runs} are'} healthy.", *told]
     return [f"No problem is known of {runs}, {healthy:,} of them healthy.", *told]
@@ -212,6 +212,7 @@ def _row(run: wire.RunRow) -> dict[str, Any]:
         "run_id": run.run_id,
         "address": run_address(run.run_id),
         "name": run.name,
+        "label": short_name(run.name),
         "project": run.project,
         "strategy": f"{title} (observed: {strategy_title(observed)})" if disputed else title,
         "disputed": disputed,

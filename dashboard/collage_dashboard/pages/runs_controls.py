@@ -21,7 +21,16 @@ from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
 
-__all__ = ["CHOICES", "columns_menu", "filter_row", "pinned_line", "register_controls", "tray", "views_menu"]
+__all__ = [
+    "CHOICES",
+    "columns_menu",
+    "filter_button",
+    "filter_row",
+    "pinned_line",
+    "register_controls",
+    "tray",
+    "views_menu",
+]
 
 _AT_ONCE: Final = 100
 """Runs that one question of the table names."""
@@ -48,11 +57,15 @@ CHOICES: Final = choices(
 """The controls of the table."""
 
 
-def filter_row(view: View, filters: wire.RunFilters) -> html.Div:
-    """The filters of the table, and the grouping of its runs; a phone shows them at the press of one button."""
-    selects = [_filter_select(name, view, filters) for name in FILTERS]
+def filter_button(view: View) -> dmc.Chip:
+    """Shows the filters; where one is set they are shown."""
     is_set = any(getattr(view, name) for name in (*FILTERS, "archived", "by", "where"))
-    button = dmc.Chip("Filters", checked=is_set, size="sm", color="blue.8", className="show-filters")
+    return dmc.Chip("Filters", checked=is_set, size="sm", color="blue.8", className="show-filters")
+
+
+def filter_row(view: View, filters: wire.RunFilters) -> html.Div:
+    """The filters of the table, and the grouping of its runs."""
+    selects = [_filter_select(name, view, filters) for name in FILTERS]
     by = {value: f"By {title}" for value, title in GROUPS.items()}
     sort = view.sort if view.sort in _ORDERS else None
     further = (
@@ -64,7 +77,7 @@ def filter_row(view: View, filters: wire.RunFilters) -> html.Div:
         ),
         _where(view),
     )
-    return html.Div([button, *selects, *further], className="filters")
+    return html.Div([*selects, *further], className="filters")
 
 
 def _filter_select(name: str, view: View, filters: wire.RunFilters) -> Any:

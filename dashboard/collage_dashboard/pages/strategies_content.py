@@ -29,7 +29,7 @@ from collage_dashboard.components import (
 )
 from collage_dashboard.descriptions import UNDEFINED, describe, number, share_text, state_key, value_text
 from collage_dashboard.figures import tradeoff
-from collage_dashboard.figures.style import DASHES, GRAPH_CONFIG, strategy_colour
+from collage_dashboard.figures.style import DASHES, GRAPH_CONFIG, empty_figure, strategy_colour
 from collage_dashboard.figures.tradeoff import Cost
 from collage_dashboard.run_styles import LineStyle, styles_of
 from collage_dashboard.server_reader import Reader, explain
@@ -238,11 +238,11 @@ def _where_losses_stand(results: Sequence[StrategyResult]) -> str:
     return f"Losses are the {how} at step {steps.pop():,}."
 
 
-def _mean(found: Estimate | None, key: str, digits: int = 3) -> Cell:
+def _mean(found: Estimate | None, key: str) -> Cell:
     if found is None:
         return UNDEFINED, ""
     spread = share_text(found.spread) if describe(key).unit == "share" and found.spread else number(found.spread, 2)
-    return value_text(key, found.value, digits), f"± {spread}" if found.spread else ""
+    return value_text(key, found.value), f"± {spread}" if found.spread else ""
 
 
 def _gap(result: StrategyResult) -> Cell:
@@ -290,9 +290,10 @@ STRATEGY_COLUMNS: Final = (
 
 
 def cost_cards(results: Sequence[StrategyResult], found: Recommendation) -> html.Div:
-    """The two pictures: loss against bytes, loss against throughput."""
+    """The two pictures: loss against bytes, loss against throughput. The curves tell what is missing."""
     figures = zip(COSTS, cost_figures(results, found), strict=True)
-    return html.Div([_cost_card(place, *each) for place, each in enumerate(figures)], className="two")
+    shown = [(cost, figure if figure.data else empty_figure("")) for cost, figure in figures]
+    return html.Div([_cost_card(place, *each) for place, each in enumerate(shown)], className="two")
 
 
 def _cost_card(place: int, cost: Cost, figure: go.Figure) -> dmc.Paper:
