@@ -44,6 +44,10 @@ DOCUMENT: Final = (
       document.documentElement.dataset.mantineColorScheme = dark ? "dark" : "light";
       const part = new URLSearchParams(location.search).get("embed");
       if (part) document.documentElement.dataset.embed = part;
+      setTimeout(() => {
+        const isThere = document.querySelector("#opening, #page > *");
+        if (!isThere) document.getElementById("waiting").textContent = "The server does not answer";
+      }, 3000);
     </script>
   </head>
   <body>

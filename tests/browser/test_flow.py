@@ -1,6 +1,7 @@
 """How data flows to a page: a slow server, one that goes away and comes back, and what a tick may cost."""
 
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -94,6 +95,51 @@ def send(server_url):
     """Post a run, or more steps of it."""
     address, token_file = server_url
     return lambda run, steps=None: post_run(address, run, token_file.read_text().strip(), steps)
+
+
+TOLD_WITHIN = 5000
+"""Milliseconds after which a reader knows that a server hangs."""
+
+
+def test_a_server_that_hangs_is_told_within_five_seconds(watched, between):
+    """It took 21 s: as long as a question is waited for."""
+    page = watched.page
+    page.goto(f"{watched.url}/runs")
+    page.locator(".ag-row .run-cell").first.wait_for()
+    with between.slow():
+        page.get_by_label("Search names, projects, tags and ids").fill("plain")
+        asked = time.monotonic()
+        page.locator("#waiting", has_text="The server does not answer").wait_for()
+        assert 1000 * (time.monotonic() - asked) < TOLD_WITHIN
+        page.goto(f"{watched.url}/run/run-plain", wait_until="commit")
+        opened = time.monotonic()
+        page.locator("#waiting", has_text="The server does not answer").wait_for()
+        assert 1000 * (time.monotonic() - opened) < TOLD_WITHIN
+    page.wait_for_selector("#run-panel .hm image")
+
+
+SEEN = """() => {
+    window.seen = [];
+    const look = () => {
+        const links = [...document.querySelectorAll(":is(#opening, #page) a")];
+        window.seen.push(links.some((link) => link.textContent === "plain" && link.offsetParent));
+        requestAnimationFrame(look);
+    };
+    requestAnimationFrame(look);
+}"""
+
+
+def test_rows_that_the_server_drew_stay_until_the_table_has_its_own(watched):
+    """They went when the application came, and the table was empty until it had drawn its first row."""
+    page = watched.page
+    page.add_init_script(f"({SEEN})()")
+    page.goto(f"{watched.url}/runs")
+    page.locator(".ag-row .run-cell").first.wait_for()
+    page.locator("#opening").wait_for(state="detached")
+    seen = page.evaluate("seen")
+    assert seen[-1]
+    shown = seen[seen.index(True) :]
+    assert all(shown), f"{shown.count(False)} of {len(shown)} frames have no rows"
 
 
 def test_a_slow_server_is_waited_for_and_its_answers_appear(watched, between):

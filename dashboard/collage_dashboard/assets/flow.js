@@ -3,6 +3,8 @@
 // Dash's own hooks are not called for an answer without content or for none at all, so the requests are counted here.
 (function () {
   const SAYS_AFTER = 1000;
+  const HANGS_AFTER = 3000;
+  const GIVES_UP_AFTER = 20000;
   const HEATMAP = '[id*=\'"kind":"heatmap"\']';
   const NEWEST = "-updated_at"; // The table's order, unless another one is chosen: the control says so, too.
   const SETTLES_AFTER = 60; // An answer may lead to a further question at once.
@@ -108,10 +110,16 @@
     return new Response(body, { headers: { "content-type": "application/json" } });
   }
 
-  // Once the application shows the page, the words that stood in for it go, before anything else can happen.
+  // Once the application shows the page, its first rows too, the words that stood in for it go.
   const entry = document.getElementById("react-entry-point");
+  let shownAt = null;
   const handover = new MutationObserver(() => {
     if (!document.querySelector("#page > *")) return;
+    const table = document.getElementById("runs-table"); // The grid in it is loaded later.
+    const names = [...document.querySelectorAll("#runs-table .ag-cell[col-id='name']")];
+    const isDrawn = names.length && names.every((cell) => cell.querySelector(".run-cell"));
+    shownAt = shownAt || performance.now();
+    if (table && table.offsetParent && !isDrawn && performance.now() - shownAt < GIVES_UP_AFTER) return;
     handover.disconnect();
     document.getElementById("opening")?.remove();
     arrive();
@@ -241,7 +249,8 @@
     if (!sign) return;
     const longest = Math.max(0, ...[...asked.values()].map((since) => performance.now() - since));
     const idle = paused ? "Paused: nothing new is read" : "";
-    sign.textContent = longest > SAYS_AFTER ? `Waiting for the server, ${Math.round(longest / 1000)} s` : idle;
+    const what = longest > HANGS_AFTER ? "The server does not answer" : "Waiting for the server";
+    sign.textContent = longest > SAYS_AFTER ? `${what}, ${Math.round(longest / 1000)} s` : idle;
   }
 
   function filtersOf(search) {
