@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from collage_monitor.client import Client
+from collage_monitor.diagnosis import percent
 from tests.browser.boxes import boxes, drag
 from tests.browser.test_incidents import Overflowed
 from tests.dashboard.generated import demo_runs
@@ -63,6 +64,23 @@ def test_what_is_lost_where_and_since_when_stand_on_a_laptops_first_screen(opene
     assert len(labels) == len(set(labels)) == 12, "each layer is named"
     for part in (".answer .verdict", ".numbers-line"):
         assert page.locator(part).evaluate("(part) => part.scrollWidth <= part.clientWidth"), part
+
+
+def test_a_cell_of_the_heatmap_tells_its_layers_story(opened):
+    run = next(run for run in demo_runs() if run.run_id == "run-plain")
+    page = opened("run-plain")
+    page.wait_for_selector("#run-panel .hm image")
+    lost = {}
+    for step in run.measured:
+        totals = run.totals(step)
+        lost[step] = totals["lost"] / (totals["elements"] - totals["idle"])
+    map_ = "document.querySelector('#run-panel .js-plotly-plot').data[0]"
+    for place, layer in enumerate(run.layers):
+        row = page.evaluate(f"{map_}.y").index(layer.name)
+        within = max(step for step in run.measured if lost[step][place] <= 0.25)
+        now, before = (percent(lost[step][place]) for step in (run.steps, within))
+        said = page.evaluate(f"{map_}.text[{row}][{len(run.measured) - 1}]").replace("\u00a0", " ")
+        assert said == f"{now}; more than 25.0 % since step {within + run.every}, {before} before"
 
 
 def test_the_curves_of_the_first_screen_follow_the_address_and_their_controls(opened):

@@ -42,10 +42,21 @@
   }
 
   // What a cell of a heatmap says, in the one form of numbers.
-  function cellText({ customdata, z, meta }, row, column) {
+  function cellText({ customdata, x, z, meta }, row, column) {
     const value = (customdata || z)[row][column];
     const forms = window.collageNumbers; // Shares are drawn in percent.
-    return meta.form === "share" ? forms.share(value === null ? null : value / 100) : forms[meta.form](value);
+    if (meta.form !== "share") return forms[meta.form](value);
+    return forms.share(value === null ? null : value / 100) + (meta.bound ? story(x, z[row], meta.bound) : "");
+  }
+
+  // Since when a layer has lost more than the bound, to its last value, and what it lost until then.
+  function story(steps, shares, bound) {
+    const { share } = window.collageNumbers;
+    const known = steps.map((step, place) => [step, shares[place]]).filter(([, lost]) => lost !== null);
+    const within = known.findLastIndex(([, lost]) => lost <= 100 * bound);
+    if (within === known.length - 1) return "";
+    const since = `; more than ${share(bound)} since step ${known[within + 1][0].toLocaleString("en-GB")}`;
+    return within < 0 ? since : `${since}, ${share(known[within][1] / 100)} before`;
   }
 
   // A heatmap has the scale of the page's ground: on a dark one the worst is brightest, too.

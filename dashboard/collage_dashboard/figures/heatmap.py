@@ -64,6 +64,8 @@ def heatmap(
     places = answer.steps if on_steps else [finite(position) for position in answer.positions]
     if not on_steps:
         step = AXIS_TITLES[answer.axis]
+    bound = _bound(answer.metric)
+    scales = stepped(bound) if bound else {}
     form = "share" if description.unit == "share" else "ratio" if description.ideal == 1.0 else "number"
     trace = go.Heatmap(
         x=places,
@@ -71,12 +73,12 @@ def heatmap(
         z=_heights(cells, logarithmic),
         customdata=cells if logarithmic else None,
         hovertemplate=f"%{{y}}<br>{step} %{{x:,}}<br>%{{text}}<extra></extra>",
-        meta={"form": form, **_scales(answer.metric)},
+        meta={"form": form, **scales, **({"bound": bound} if bound and on_steps else {})},
         colorbar=_colour_bar(description),
         xgap=gap,
         ygap=gap,
         hoverongaps=False,
-        **{**_colours(description), **({"colorscale": own["light"]} if (own := _scales(answer.metric)) else {})},
+        **{**_colours(description), **({"colorscale": scales["light"]} if scales else {})},
     )
     figure = base_figure(
         [trace],
@@ -163,15 +165,16 @@ def _colours(description: Description) -> dict[str, Any]:
     }
 
 
-def _scales(metric: str) -> dict[str, Any]:
-    """The scales of a share that an alert judges, light and dark: `assets/figures.js` takes that of the page."""
+def _bound(metric: str) -> float | None:
+    """Beyond which share lost an alert fires: there the scale has its step, of which `assets/figures.js` takes the
+    page's, light or dark, and from there on it tells since when."""
     bounds = [
         condition.threshold
         for alert in ALERTS.values()
         for condition in alert.drawn
         if metric == "lost_update_ratio" and condition.series == f"collage_{metric}"
     ]
-    return stepped(min(bounds)) if bounds else {}
+    return min(bounds, default=None)
 
 
 def _colour_bar(description: Description) -> dict[str, Any]:
