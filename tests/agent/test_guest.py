@@ -16,6 +16,7 @@ import schedulefree
 import torch
 from accelerate import Accelerator
 from collage_agent.handle import watch
+from collage_agent.intent.probe_runs import ProbeRun
 
 from collage_monitor.diagnosis import percent
 from tests.agent.test_watch import Recorder
@@ -329,3 +330,72 @@ def test_by_hand_does_nothing_where_hooks_speak():
     optimizer.step()
     handle.after()
     assert recorder.steps == [1]
+
+
+class BuiltWithStates(torch.optim.Optimizer):
+    """All states are made by the constructor: a counter, master weights, an average and a number by place, as
+    APOLLO's seeds are. With `whole` a tensor's step depends on all of its elements."""
+
+    def __init__(self, params, lr=1e-4, *, whole=False, master=True):
+        super().__init__(params, {"lr": lr})
+        self.whole, self.master = whole, master
+        for place, parameter in enumerate(self.param_groups[0]["params"], 1):
+            kept = self.state[parameter]
+            kept.update(
+                step=torch.zeros(()), seed=place if whole else 1, m=torch.zeros_like(parameter, dtype=torch.float32)
+            )
+            if master:
+                kept["master"] = parameter.detach().float().clone()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        for parameter in group["params"]:
+            kept = self.state[parameter]
+            kept["step"] += 1
+            kept["m"].lerp_(parameter.grad.to(kept["m"].dtype), 0.1)
+            length = kept["m"].norm() if self.whole else 1.0
+            held = kept["master"] if self.master else parameter
+            held.sub_((group["lr"] * kept["seed"] * kept["m"] / length).to(held.dtype))
+            if self.master:
+                parameter.copy_(held)
+
+
+@pytest.mark.parametrize(("whole", "master"), [(False, True), (True, True), (True, False)])
+def test_states_that_a_constructor_makes_are_made_for_probes_too(whole, master):
+    """Told was "cannot step probe tensors: KeyError", so that nothing was known of most elements."""
+    model = mlp()
+    optimizer = BuiltWithStates(model.parameters(), 1e-2 if whole else 1.0, whole=whole, master=master)
+    handle = watch(model, optimizer, every=1, sample="all", budget=None)
+    intended = [torch.zeros(own.shape, dtype=torch.float64) for own in model.parameters()]
+    for step in range(3):
+        model.zero_grad()
+        mlp_loss(model, step).backward()
+        before = []
+        for own, u in zip(model.parameters(), intended, strict=True):
+            kept = optimizer.state[own]
+            before.append((kept["master"] if master else own).detach().double())
+            m = kept["m"].double().lerp(own.grad.double(), 0.1)
+            u.copy_(-optimizer.param_groups[0]["lr"] * kept["seed"] * m / (m.norm() if whole else 1.0))
+        optimizer.step()
+        held = [(optimizer.state[own]["master"] if master else own.detach()).double() for own in model.parameters()]
+        dot = sum(float((u * (now - old)).sum()) for u, now, old in zip(intended, held, before, strict=True))
+        square = sum(float((u * u).sum()) for u in intended)
+        assert handle.summary()["model"]["edq_ratio"] == pytest.approx(dot / square, rel=1e-9)
+        assert handle.summary()["model"]["measured_ratio"] == 1.0
+    assert handle.info.observed_strategy == ("master-weights" if master else "fp32-states")
+    assert handle.info.intent == ("whole-tensor" if whole else "shadow")
+    assert not handle.info.resume_losses
+
+
+def test_states_that_steps_have_left_are_not_taken_for_a_constructors():
+    """A clone that began with them would test other steps than a first one."""
+    model = mlp()
+    optimizer = BuiltWithStates(model.parameters())
+    mlp_loss(model, 0).backward()
+    optimizer.step()
+    first, group = next(model.parameters()), optimizer.param_groups[0]
+    assert not dict(ProbeRun(optimizer, group, [first.detach().double()]).optimizer.state)
+    for kept in optimizer.state.values():
+        kept["step"].zero_()
+    assert not dict(ProbeRun(optimizer, group, [first.detach().double()]).optimizer.state)

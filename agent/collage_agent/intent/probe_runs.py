@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import Any, Final
 
 import torch
+from collage_optim.tensor_step import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -24,7 +27,7 @@ from collage_agent.intent.optimizer_clone import (
 )
 from collage_agent.intent.weight_bits import UnsignedBits
 from collage_agent.intent.widening import Widening, widened
-from collage_agent.sample.state_mappings import flat_state, nested_state
+from collage_agent.sample.state_mappings import flat_state, nested_state, state_of, step_of
 from collage_agent.sample.stored_parts import PLAIN, Composition
 
 __all__ = ["HOST", "ProbeRun", "STEPS", "TOLERANCE", "gradients_of", "same_displacements", "same_scalars"]
@@ -35,6 +38,8 @@ TOLERANCE: Final = 1e-9
 _NOISY_STEPS: Final = 8
 _SMALLEST_RATE: Final = 1e-4
 _PROBE_RATE: Final = 1e-3
+_LOOKED_AT: Final = 64
+"""Parameters of a group, and elements of a state."""
 
 
 class ProbeRun:
@@ -47,8 +52,10 @@ class ProbeRun:
         start: Sequence[Tensor],
         widening: Widening | None = None,
         composition: Composition = PLAIN,
+        first: int = 0,
     ) -> None:
-        """composition: says where the optimizer looks for gradients."""
+        """composition: says where the optimizer looks for gradients. first: the place of the first tensor among
+        those that other runs step together: states that a constructor makes may differ by place."""
         self.parameters = [tensor.clone() for tensor in start]
         self._composition = composition
         self._widening = widening
@@ -66,6 +73,10 @@ class ProbeRun:
             own["lr"] = torch.full_like(rate, _PROBE_RATE) if isinstance(rate, Tensor) else _PROBE_RATE
         own["params"] = self.parameters
         self._clone.param_groups = [own]
+        # States in a dtype without comparisons are none that a constructor's can be known by.
+        with suppress(RuntimeError, NotImplementedError):
+            made = list(_as_built(optimizer, group, self.parameters, first))
+            self._clone.state.update(zip(self.parameters, made, strict=False))
 
     @property
     def optimizer(self) -> Optimizer:
@@ -114,6 +125,51 @@ class ProbeRun:
         found.update(_floats("instance", attributes))
         found.update(_floats("state", self.state(index)))
         return found
+
+
+def _as_built(
+    optimizer: Optimizer, group: dict[str, Any], probes: Sequence[Tensor], first: int
+) -> Iterator[dict[str, Any]]:
+    """States for the probes, as the constructor of an optimizer makes them: one that takes its first step has no
+    other place to make them.
+
+    None where steps were taken, or where a state would have to be read on a device. An elementwise state has one
+    value, or is a copy of the weight.
+    """
+    few = islice(group.get("params", ()), _LOOKED_AT) if optimizer.state else ()
+    built = [(own, state) for own in few if (state := state_of(optimizer, own))][: first + len(probes)]
+    if not built or any(_has_stepped(own, state) for own, state in built):
+        return
+    for place, probe in enumerate(probes, first):
+        own, state = built[place % len(built)]
+        yield {key: _for_probe(value, own, probe) for key, value in state.items()}
+
+
+def _has_stepped(weight: Tensor, state: Mapping[str, Any]) -> bool:
+    """Whether steps have left something in a state, or nobody can tell without waiting."""
+    if any(isinstance(value, Tensor) and not value.is_cpu for value in state.values()):
+        return True
+    if (count := step_of(state)) is not None and float(count) > 0:
+        return True
+    kept = [value for value in state.values() if isinstance(value, Tensor) and value.shape == weight.shape]
+    return not all(_is_copy(value, weight) or bool((_few(value) == _few(value)[:1]).all()) for value in kept)
+
+
+def _for_probe(value: Any, weight: Tensor, probe: Tensor) -> Any:
+    if not isinstance(value, Tensor) or value.shape != weight.shape or value.dim() == 0:
+        return clone_value(value)
+    dtype = probe.dtype if probe.dtype == torch.float64 and value.is_floating_point() else value.dtype
+    if _is_copy(value, weight):
+        return probe.to(dtype, copy=True)
+    return torch.full(probe.shape, _few(value)[0].item(), dtype=dtype)
+
+
+def _is_copy(value: Tensor, weight: Tensor) -> bool:
+    return torch.equal(_few(value), _few(weight).to(value.dtype))
+
+
+def _few(tensor: Tensor) -> Tensor:
+    return local_part(tensor.detach()).flatten()[:_LOOKED_AT]
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:

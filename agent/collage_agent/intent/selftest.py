@@ -183,11 +183,11 @@ def _separable_failure(
     start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     gradients = gradients_of(shapes, generator)
 
-    def run(tensors: Sequence[Tensor]) -> ProbeRun:
-        return ProbeRun(optimizer, group, tensors, widening, composition)
+    def run(tensors: Sequence[Tensor], first: int = 0) -> ProbeRun:
+        return ProbeRun(optimizer, group, tensors, widening, composition, first)
 
     together, again = run(start), run(start)
-    synced, free = [run([tensor]) for tensor in start], [run([tensor]) for tensor in start]
+    synced, free = ([run([tensor], place) for place, tensor in enumerate(start)] for _ in range(2))
     still, coarse = True, True
     for step in range(1, STEPS + 1):
         gradient = _gradient(step, next(gradients), together.parameters)
