@@ -67,6 +67,7 @@ _LIST = {
         "up": "start server and dashboard on this machine",
         "serve": "the server alone",
         "dashboard": "the dashboard alone",
+        "setup": "settings, services and a site for a team's server",
         "login": "store a server's address and a token",
         "status": "say whether the server is well",
         "token": "make, list and revoke tokens",
