@@ -15,7 +15,7 @@ import pytest
 import torch
 from collage_agent.handle import watch
 from collage_agent.sample.sampling import draw
-from collage_agent.step.gather import BlockLayout, Staging
+from collage_agent.step.gather import BlockLayout, Source, Staging
 from collage_agent.transport import MemoryTransport
 from collage_optim import STRATEGIES, CollageAdamW
 
@@ -76,15 +76,14 @@ def test_a_kernel_gathers_the_bits_that_are_gathered_tensor_by_tensor():
     columns = [[torch.randn(size, device="cuda").to(kind) for size in (9001, 4096, 7, 1)] for kind in kinds]
     samples = [draw(str(place), tensor.numel(), 2, 512) for place, tensor in enumerate(columns[0])]
     layout = BlockLayout(samples, columns[0])
-    launched, copied = ([Staging(layout, kind) for kind in kinds] for _ in range(2))
-    until(
-        lambda: all(
-            layout.device_gather.fill([(own, to.values) for own, to in zip(columns, launched, strict=True)])
-        )
+    launched, copied = (
+        [Source(own, Staging(layout, kind), False) for own, kind in zip(columns, kinds, strict=True)]
+        for _ in range(2)
     )
-    for own, to, beside in zip(columns, copied, launched, strict=True):
-        layout._copy(own, to, True)
-        assert torch.equal(to.values, beside.values)
+    until(lambda: all(layout.launch(launched)))
+    for own, beside in zip(copied, launched, strict=True):
+        layout._copy(*own)
+        assert torch.equal(own.staging.values, beside.staging.values)
 
 
 FIRST_WATCH = """

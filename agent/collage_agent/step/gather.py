@@ -107,10 +107,12 @@ class BlockLayout:
         self.tensor_of_block = from_host(self.host_tensor_of_block, self.device)
         self.block_numbers = np.concatenate(numbers)
         self._keys = self.host_tensor_of_block * _MOST_BLOCKS + self.block_numbers
-        starts = [sample.start for sample in samples]
-        self.device_gather = DeviceGather(
-            self.block, self.tensor_of_block, self.block_numbers, self._elements, starts, self._orders
-        )
+        self.device_gather: DeviceGather | None = None
+        if has_kernel(self.device):
+            starts = [sample.start for sample in samples]
+            self.device_gather = DeviceGather(
+                self.block, self.tensor_of_block, self.block_numbers, self._elements, starts, self._orders
+            )
 
     @cached_property
     def rows(self) -> Sequence[Tensor]:
@@ -183,10 +185,16 @@ class BlockLayout:
 
     def gather_all(self, sources: Sequence[Source]) -> None:
         """Fill the stagings of all sources: on a CUDA device by one launch, as far as the tensors allow."""
-        filled = self.device_gather.fill([(source.tensors, source.staging.values) for source in sources])
-        for source, is_filled in zip(sources, filled, strict=True):
-            if not is_filled:
+        filled = self.launch(sources)
+        for place, source in enumerate(sources):
+            if not (filled and filled[place]):
                 self._copy(*source)
+
+    def launch(self, sources: Sequence[Source]) -> list[bool]:
+        """Fill stagings by one launch; returns which of them were filled, nothing if there are no kernels here."""
+        if self.device_gather is None:
+            return []
+        return self.device_gather.fill([(source.tensors, source.staging.values) for source in sources])
 
     def _copy(self, tensors: Sequence[Tensor], staging: Staging, lasting: bool) -> None:
         """Copy the blocks tensor by tensor."""
@@ -266,6 +274,11 @@ class BlockLayout:
         flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1)
         part = self._parts[index]
         return flat if part is None else flat[part]
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether a kernel may gather samples there; `tests/agent/sample/test_device_gather.py` replaces it."""
+    return device.type == "cuda"
 
 
 def _address(tensor: Tensor) -> int:

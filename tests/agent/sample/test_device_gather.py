@@ -63,6 +63,7 @@ class Kernel:
 @pytest.fixture
 def as_on_a_device(monkeypatch):
     """Samples are gathered by a kernel, and nothing is read without waiting."""
+    monkeypatch.setattr(gather, "has_kernel", lambda device: True)
     monkeypatch.setattr(device_gather, "launches", lambda device: True)
     monkeypatch.setattr(device_gather, "_KERNELS", {})
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
