@@ -1,7 +1,8 @@
 """What steps and watching cost on a CUDA device: time between events on the device, beside torch's own.
 
 Bytes a step moves (read once, written once) over its time, beside a plain copy of as many bytes, say how far from
-the memory's limit it is. A training step is that of a bf16 byte-level GPT of about 300 million parameters.
+the memory's limit it is; a host that takes longer to hand a step over than the device to make it leaves the device
+idle. A training step is that of a bf16 byte-level GPT of about 300 million parameters.
 """
 
 from __future__ import annotations
@@ -68,6 +69,17 @@ def milliseconds(work: Callable[[], object], calls: int) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / calls
+
+
+def host_milliseconds(work: Callable[[], object], calls: int) -> float:
+    """The time in which the host hands one call over to a device that is idle."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        work()
+    found = (time.perf_counter() - begin) / calls * 1e3
+    torch.cuda.synchronize()
+    return found
 
 
 def on_device(model: tuple[int, int], dtype: torch.dtype) -> list[nn.Parameter]:
@@ -144,11 +156,14 @@ def steps_of(model: tuple[int, int], rounds: int) -> Measuring:
     target = torch.empty_like(source)
     contenders["a copy of 12 bytes a parameter"] = lambda: target.copy_(source)
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    host: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, step in contenders.items():
             times[name].append(milliseconds(step, CALLS))
+            host[name].append(host_milliseconds(step, CALLS))
     for name, found in times.items():
         yield Figure(f"{size}: {name}", "ms", tuple(found))
+        yield Figure(f"{size}: {name}, the host's part", "ms", tuple(host[name]))
         ratios = [one / other for one, other in zip(found, times["torch fp32 master fused"], strict=True)]
         yield Figure(f"{size}: {name}, of torch's with an fp32 master", "", tuple(ratios))
         if name in optimizers:
