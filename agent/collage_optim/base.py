@@ -6,7 +6,9 @@ closures, `state_dict`), and that is fixed (`tests/optim/test_interface.py`).
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any, ClassVar, Self, overload
 
@@ -25,7 +27,7 @@ from collage_optim.compiled import (
     device_step,
     packed_scalars,
 )
-from collage_optim.device_step import launches
+from collage_optim.device_step import counted, launches
 from collage_optim.external_writes import ON_EXTERNAL_WRITE, ExternalWrites
 from collage_optim.hyperparameter_checks import TORCH_FORMS, check_torch_options
 from collage_optim.random_numbers import Seeding, default_seed
@@ -34,7 +36,6 @@ from collage_optim.state_loading import CONVERTED_FROM, RESIDUALS_FROM
 from collage_optim.step_totals import StepTotals
 from collage_optim.strategies import (
     MASTER_PARAMETER,
-    PARAMETER_LOW,
     StorageStrategy,
     check_arithmetic,
     check_dtype,
@@ -47,29 +48,20 @@ from collage_optim.tensor_step import (
     component_names,
     form_of,
     longest_chunk,
+    name_in,
     sampled,
     step_tensors,
     wide_dtype,
 )
-from collage_optim.update_rules import Group, Moment, UpdateRule
+from collage_optim.update_rules import CountedStep, Group, Moment, UpdateRule
 
 __all__ = ["ARITHMETICS", "CollageOptimizer"]
 
 ARITHMETICS = ("fp32", "storage")
 _LOOKED_AT = 64
 _RULES_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-_dtype_of, _device_of = operator.attrgetter("dtype"), operator.attrgetter("device")
 _has_sparse_gradient: Callable[[Tensor], bool] = operator.attrgetter("grad.is_sparse")
 _OPTIONS_CHECKED = ("strategy", "arithmetic", "compiled", "on_external_write", *TORCH_FORMS)
-
-
-def _with_our_names(group: Group, own: Mapping[str, Any]) -> Group:
-    """The group with what other packages call otherwise: betas one by one, or a momentum as the first of them."""
-    if "betas" in own and "betas" not in group and {"beta1", "beta2"} <= group.keys():
-        return {**group, "betas": (group["beta1"], group["beta2"])}
-    if "momentum" in own and "momentum" not in group and tuple(group.get("betas", (0, 1)))[1] == 0:
-        return {**group, "momentum": group["betas"][0]}
-    return group
 
 
 class CollageOptimizer(Optimizer):
@@ -119,7 +111,11 @@ class CollageOptimizer(Optimizer):
         """
         if type(optimizer).__module__.startswith("torch.optim.") and type(optimizer) not in _RULES_OF_TORCH:
             raise ValueError(f"{type(optimizer).__name__} is of another update rule than {cls.__name__}")
-        groups = [part for group in optimizer.param_groups for part in cls._groups_like(group, strategy)]
+        groups = [
+            part
+            for group in optimizer.param_groups
+            for part in state_loading.groups_like(cls.options_like(group), group, strategy)
+        ]
         rule = {"rule": groups[0]["rule"]} if "rule" in groups[0] else {}
         build: Callable[..., Self] = cls
         made = build(groups, strategy=strategy, **rule, **options)
@@ -135,31 +131,7 @@ class CollageOptimizer(Optimizer):
         rule = {"rule": group["rule"]} if "rule" in group else {}
         build: Callable[..., CollageOptimizer] = cls
         defaults = build([torch.zeros(1)], strategy="plain", **rule).defaults
-        own = {name: value for name, value in defaults.items() if name not in state_loading.NOT_OF_THE_RULE}
-        group = _with_our_names(group, own)
-        off = {"weight_decay": 0.0} if "weight_decay" in own else {}
-        off.update({name: value for name, value in own.items() if value is False or name == "dampening"})
-        missing = sorted(own.keys() - off.keys() - group.keys() - {"decoupled_weight_decay"})
-        decoupled = own.get("decoupled_weight_decay")
-        if missing or group.get("decoupled_weight_decay", decoupled) != decoupled:
-            told = f"no {', '.join(missing)}" if missing else "decay of another kind"
-            adam = "CollageAdamW" if group.get("decoupled_weight_decay") else "CollageAdam"
-            fits = "CollageSGD" if "dampening" in group else adam if {"betas", "eps"} <= group.keys() else ""
-            hint = f"; use {fits}.from_optimizer" if fits not in ("", cls.__name__) else ""
-            raise ValueError(f"its groups have {told}, unlike {cls.__name__}: it is of another update rule{hint}")
-        return {**off, **{name: value for name, value in group.items() if name in own}, **rule}
-
-    @classmethod
-    def _groups_like(cls, group: dict[str, Any], strategy: str) -> Iterator[dict[str, Any]]:
-        options, names = cls.options_like(group), group.get("param_names")
-        options.update({"initial_lr": group["initial_lr"]} if "initial_lr" in group else {})
-        narrow = [parameter.dtype.itemsize < 4 for parameter in group["params"]]
-        for kept in (True, False):
-            chosen = [index for index, own in enumerate(narrow) if own is kept]
-            if chosen or (kept and not narrow):
-                part = {"params": [group["params"][index] for index in chosen], **options}
-                part["strategy"] = strategy if kept else "plain"
-                yield part if names is None else {**part, "param_names": [names[index] for index in chosen]}
+        return {**state_loading.options_like(cls.__name__, defaults, group), **rule}
 
     @classmethod
     def rule_of(cls, group: Group) -> UpdateRule:
@@ -189,7 +161,10 @@ class CollageOptimizer(Optimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         strategy = strategy_named(group["strategy"])
-        check_torch_options({name: group[name] for name in TORCH_FORMS if name in group})
+        launched = all(launches(parameter.device) for parameter in group["params"])
+        launched = launched and group["arithmetic"] != "storage" and group["compiled"] is not False
+        if check_torch_options({name: group[name] for name in TORCH_FORMS if name in group}, launched):
+            self.rule_of(group).check_counted(group)
         for option, known in (("arithmetic", ARITHMETICS), ("on_external_write", ON_EXTERNAL_WRITE)):
             if group[option] not in known:
                 raise ValueError(f"Invalid {option}: {group[option]!r}; use one of {', '.join(known)}")
@@ -211,6 +186,11 @@ class CollageOptimizer(Optimizer):
             for finding in range_findings(strategy, moments, dtype):
                 log_once(finding)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch.amp.GradScaler may leave its scale and its verdict to a step, which then reads neither."""
+        return all(group.get("fused") for group in self.param_groups)
+
     @overload
     def step(self, closure: None = None) -> None: ...
 
@@ -226,7 +206,8 @@ class CollageOptimizer(Optimizer):
                 loss = closure()
         members = self._gathered()
         self._taken_totals, self.step_totals = self.step_totals, None
-        self._external_writes.adopt(zip(self.param_groups, members, strict=True), self._name_of)
+        named = partial(name_in, self.param_groups)
+        self._external_writes.adopt(zip(self.param_groups, members, strict=True), named)
         self._look_at_updates(members)
         for group, own in zip(self.param_groups, members, strict=True):
             for step, planned in self._planned(group, own):
@@ -243,6 +224,7 @@ class CollageOptimizer(Optimizer):
                 if before is not None and before != now:
                     self._convert(group, before[0])
             self._accepted = options
+            self._last_gathered.clear()
         position, gathered = 0, []
         for number, group in enumerate(self.param_groups):
             gathered.append(self._members(number, group, position))
@@ -292,12 +274,15 @@ class CollageOptimizer(Optimizer):
                     # Its dtype may have changed since the group was added.
                     self._check_group(group)
                     new = True
-                initial = self._initial_state(group, strategy, parameter)
+                initial = state_loading.initial_state(strategy, self._moments(group), parameter)
                 state = self.state[parameter]
                 state.update(initial)
                 self._forms[parameter] = form
             elif self._forms.setdefault(parameter, form) != form:
                 self._refuse(parameter, form)
+            if group.get("fused"):
+                # A checkpoint may have been counted on the host.
+                state["step"] = state["step"].to(parameter.device)
             members.append(Member(position, parameter, state))
         return members
 
@@ -305,19 +290,9 @@ class CollageOptimizer(Optimizer):
         for was, now in zip(self._forms[parameter], form, strict=True):
             if was != now:
                 raise RuntimeError(
-                    f"{self._name_of(parameter)} has become {now}; its states were made for {was}. Nothing was "
-                    "stepped. Build the optimizer after such a change; load_state_dict() then converts old states"
+                    f"{name_in(self.param_groups, parameter)} has become {now}; its states were made for {was}. "
+                    "Nothing was stepped. Build the optimizer after such a change; load_state_dict() then converts old states"
                 )
-
-    def _name_of(self, parameter: Tensor) -> str:
-        """A parameter's name where the optimizer was given names, otherwise its place, and its shape."""
-        for number, group in enumerate(self.param_groups):
-            for index, own in enumerate(group["params"]):
-                if own is parameter:
-                    names = group.get("param_names")
-                    place = f"parameter {index} of group {number}" if names is None else str(names[index])
-                    return f"{place} of shape {tuple(parameter.shape)}"
-        return f"a parameter of shape {tuple(parameter.shape)}"
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _look_at_updates(self, members: list[list[Member]]) -> None:
@@ -325,7 +300,7 @@ class CollageOptimizer(Optimizer):
         self._update_guard.begin()
         for number, (group, own) in enumerate(zip(self.param_groups, members, strict=True)):
             strategy = strategy_named(group["strategy"])
-            if not any(member.parameter.dtype.itemsize < 4 for member in own):
+            if group.get("fused") or not any(member.parameter.dtype.itemsize < 4 for member in own):
                 continue
             if not self._update_guard.is_due(number, group, strategy):
                 continue
@@ -345,6 +320,8 @@ class CollageOptimizer(Optimizer):
     def _planned(self, group: dict[str, Any], members: list[Member]) -> list[tuple[Step, list[Member]]]:
         """Count the step of each member and group those that take the same one; torch's own steps are made here."""
         strategy = strategy_named(group["strategy"])
+        if group.get("fused"):
+            return self._counted(group, strategy, members)
         strict = group["arithmetic"] == "storage" and not strategy.keeps_wide
         rule = self.rule_of(group)
         rate = group.get("lr")
@@ -359,10 +336,12 @@ class CollageOptimizer(Optimizer):
         counters = [member.state["step"] for member in members]
         if members:
             # With a number as it stands, each counter would make a tensor of it.
-            torch._foreach_add_(counters, torch.ones((), dtype=torch.int64), alpha=1)
+            if {counter.is_cpu for counter in counters} == {True}:
+                torch._foreach_add_(counters, torch.ones((), dtype=torch.int64), alpha=1)
+            else:
+                torch._foreach_add_(counters, 1)
         numbers = [int(counter.item()) for counter in counters]
-        parameters = [member.parameter for member in members]
-        keys = list(zip(numbers, map(_dtype_of, parameters), map(_device_of, parameters), strict=True))
+        keys = [(number, *form_of(own.parameter)[:2]) for number, own in zip(numbers, members, strict=True)]
         for number in dict.fromkeys(numbers):
             if still and group.get(RESIDUALS_FROM) == number - 1:
                 group[RESIDUALS_FROM] = number
@@ -373,6 +352,25 @@ class CollageOptimizer(Optimizer):
                 plans[key] = (self._step(group, strategy, strict, *key), [])
             plans[key][1].append(member)
         return list(plans.values())
+
+    def _counted(
+        self, group: dict[str, Any], strategy: StorageStrategy, members: list[Member]
+    ) -> list[tuple[Step, list[Member]]]:
+        """As `_planned` where devices count: a step that a loss scaler skips changes nothing and does not count."""
+        plans = []
+        verdict = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        for dtype, device in dict.fromkeys((own.parameter.dtype, own.parameter.device) for own in members):
+            alike = [own for own in members if (own.parameter.dtype, own.parameter.device) == (dtype, device)]
+            counters = [own.state["step"] for own in alike]
+            numbers = counted(counters, *verdict)
+            number: Any = CountedStep(numbers[0])
+            step = self._step(group, strategy, False, number, dtype, device)
+            if step.launch is None:
+                raise RuntimeError("fused=True has no kernel here, or a CUDA graph cannot hold it: leave it out")
+            torch._foreach_add_(counters, 1 - numbers[2])
+            seeding = None if step.seeding is None else Seeding(step.seeding.seed, 0)
+            plans.append((replace(step, seeding=seeding, counted=numbers, asked=None), alike))
+        return plans
 
     def _step(
         self,
@@ -427,20 +425,6 @@ class CollageOptimizer(Optimizer):
 
     def _moments(self, group: Group) -> tuple[Moment, ...]:
         return self.rule_of(group).moments(group)
-
-    def _initial_state(self, group: dict[str, Any], strategy: StorageStrategy, parameter: Tensor) -> State:
-        check_dtype(strategy, parameter.dtype)
-        # As in torch: a counter of a 16-bit default dtype would stop at 256.
-        double = torch.get_default_dtype() == torch.float64
-        state = {"step": torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)}
-        for moment in self._moments(group):
-            storage = strategy.moment_storage(moment.second)
-            state.update(integer_codes.empty_state(moment.name, storage, moment.second, parameter))
-        if strategy.parameter_state == MASTER_PARAMETER:
-            state[MASTER_PARAMETER] = parameter.detach().to(torch.float32, copy=True)
-        elif strategy.parameter_state == PARAMETER_LOW:
-            state[PARAMETER_LOW] = integer_codes.empty_low(strategy.parameter, parameter)
-        return state
 
     def stored_parameter(self, p: Tensor) -> Tensor:
         """The exact value kept for parameter p: p, p with its low component, or its master weight.

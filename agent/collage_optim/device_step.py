@@ -28,12 +28,22 @@ from collage_optim.advance import AskedTotals, Step, advance_in_wide
 from collage_optim.arithmetic import INDEX_FACTOR, State, WideArithmetic, signed
 from collage_optim.device_code import CHUNK_ELEMENTS, Recorder, built, kernel_source
 from collage_optim.from_host import from_host
-from collage_optim.random_numbers import RandomSource, shard_number
+from collage_optim.random_numbers import RandomSource, Seeding, shard_number
 from collage_optim.step_totals import FoundTotals, added_by_tensor, advance_and_add, groups_of
 from collage_optim.strategies import MASTER_PARAMETER, PARAMETER_LOW
 from collage_optim.tensor_step import Member, component_names, stepped_together, wide_dtype
+from collage_optim.update_rules import on_device
 
-__all__ = ["DeviceStep", "OPTIONS", "OPTIONS_OF_TOTALS", "WARPS", "launches", "step_source", "totals_source"]
+__all__ = [
+    "DeviceStep",
+    "OPTIONS",
+    "OPTIONS_OF_TOTALS",
+    "WARPS",
+    "counted",
+    "launches",
+    "step_source",
+    "totals_source",
+]
 
 WARPS: Final = 4
 _ALIGNED: Final = 16
@@ -42,6 +52,19 @@ OPTIONS: Final = {"num_warps": WARPS, "enable_fp_fusion": False}
 """A product and a sum are rounded separately, as in eager steps."""
 OPTIONS_OF_TOTALS: Final = {**OPTIONS, "num_warps": 2 * WARPS}
 """Half the elements a thread: their fp64 numbers would not fit its registers."""
+
+
+def counted(counters: list[Tensor], found_inf: Tensor | None, grad_scale: Tensor | None) -> Any:
+    """`Step.counted` of the next step of tensors on one device, by their counters. A step in which a loss scaler
+    found an infinity is none. Nothing waits."""
+    device = counters[0].device
+    skipped, inverse = torch.zeros((), device=device), torch.ones((), device=device)
+    if found_inf is not None:
+        skipped = found_inf.to(device, non_blocking=True).reshape(()).ne(0).to(torch.float32)
+    if grad_scale is not None:
+        # As GradScaler.unscale_ makes it.
+        inverse = grad_scale.to(device, non_blocking=True).reshape(()).double().reciprocal().float()
+    return (torch.stack(counters) + (1 - skipped)).to(torch.float64), inverse, skipped
 
 
 def launches(device: torch.device) -> bool:
@@ -62,7 +85,7 @@ class DeviceStep:
     def __init__(self, step: Step) -> None:
         self._form = replace(step, launch=None, compiled=None)
         self._names = ["parameter", "gradient", *component_names(step.strategy, step.moments)]
-        self._kernels: dict[tuple[torch.dtype, bool], tuple[Any, tuple[str, ...]]] = {}
+        self._kernels: dict[tuple[torch.dtype, bool, bool], tuple[Any, tuple[str, ...]]] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, step: Step, members: list[Member]) -> None:
@@ -76,19 +99,20 @@ class DeviceStep:
                 which = (step.strategy, step.seeding.seed, positions)
             self._launch(step, gathered, which, lambda: _in_order(step, members), members)
             return
-        by_gradient: dict[torch.dtype, list[tuple[State, RandomSource | None, Member]]] = {}
+        by_gradient: dict[torch.dtype, list[tuple[State, RandomSource | None, int]]] = {}
         copied: list[tuple[Tensor, Tensor]] = []
+        places = {id(member): place for place, member in enumerate(members)}
         for member, components, source in _sources(step, members):
             dense = {name: tensor.contiguous() for name, tensor in components.items()}
             changed = [name for name in dense if dense[name] is not components[name] and name != "gradient"]
             copied += [(components[name], dense[name]) for name in changed]
             if dense["parameter"].numel():
-                by_gradient.setdefault(dense["gradient"].dtype, []).append((dense, source, member))
+                by_gradient.setdefault(dense["gradient"].dtype, []).append((dense, source, places[id(member)]))
         for found in by_gradient.values():
             columns = {name: [own[name] for own, *_ in found] for name in self._names}
-            sources = [source for _, source, _ in found]
-            owners = [member for *_, member in found]
-            self._launch(step, columns, (tuple(sources),), lambda: sources, owners)  # noqa: B023 - called at once.
+            sources, chosen = [source for _, source, _ in found], [place for *_, place in found]
+            made: Callable[[], list[RandomSource | None]] = partial(list, sources)
+            self._launch(step, columns, (tuple(sources),), made, members, chosen)
         for tensor, dense_one in copied:
             tensor.copy_(dense_one)
 
@@ -111,19 +135,26 @@ class DeviceStep:
         columns: dict[str, list[Tensor]],
         which: tuple[Any, ...],
         sources: Callable[[], list[RandomSource | None]],
-        owners: list[Member],
+        members: list[Member],
+        places: list[int] | None = None,
     ) -> None:
-        """Step contiguous tensors with elements, whose gradients have one dtype. which: what `sources` makes."""
+        """Step contiguous tensors with elements, whose gradients have one dtype. which: what `sources` makes.
+
+        places: those of the tensors among the step's members, if they are not all of them, in order.
+        """
         device, asked = columns["parameter"][0].device, step.asked
-        kernel, names = self._kernel(columns["gradient"][0].dtype, asked is not None)
+        kernel, names = self._kernel(columns["gradient"][0].dtype, asked is not None, step.counted is not None)
         here = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
         rows = [array("q", list(map(Tensor.data_ptr, column))).tobytes() for column in columns.values()]
         rows.append(array("q", list(map(Tensor.numel, columns["parameter"]))).tobytes())
         tables = [_kept((*here, row), _row_table, row, device) for row in rows]
         tables.append(_kept((*here, rows[-1], which), _source_table, sources, device))
-        scalars = torch.tensor([float(number) for number in step.scalars.values()], dtype=wide_dtype(step.dtype))
-        turned = 0 if step.seeding is None else step.seeding.rotation
-        numbers = from_host(scalars, device), _kept((*here, turned), _turned_table, turned, device)
+        if step.counted is not None:
+            numbers = _counted_numbers(step, places)
+        else:
+            scalars = torch.tensor([float(own) for own in step.scalars.values()], dtype=wide_dtype(step.dtype))
+            turned = 0 if step.seeding is None else step.seeding.rotation
+            numbers = from_host(scalars, device), _kept((*here, turned), _turned_table, turned, device)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             for alignment, chunks, chosen in _kept((*here, *rows), _chunk_tables, rows, device):
                 launch = partial(kernel[(len(chunks),)], *tables, chunks, *numbers, ALIGNED=alignment)
@@ -131,6 +162,7 @@ class DeviceStep:
                     launch(**OPTIONS)
                     continue
                 groups = _kept((*here, *rows, alignment), _group_tables, rows[-1], chosen, device)
+                owners = members if places is None else [members[place] for place in places]
                 stepped = [owner.parameter for owner, own in zip(owners, chosen, strict=True) if own]
                 sums = _added(launch, asked, len(chunks), columns_of(names), groups)
                 asked.found.append(FoundTotals(stepped, names, sums))
@@ -139,12 +171,12 @@ class DeviceStep:
             if name != "gradient":
                 torch.autograd.graph.increment_version(column)
 
-    def _kernel(self, gradient: torch.dtype, adds: bool) -> tuple[Any, tuple[str, ...]]:
+    def _kernel(self, gradient: torch.dtype, adds: bool, is_counted: bool) -> tuple[Any, tuple[str, ...]]:
         """The kernel of gradients of that dtype, and the names of its sums, if it `adds` some up."""
-        found = self._kernels.get((gradient, adds))
+        found = self._kernels.get((gradient, adds, is_counted))
         if found is None:
-            source, names = totals_source(self._form, gradient) if adds else (step_source(self._form, gradient), ())
-            found = self._kernels[gradient, adds] = built(_NAME, source), names
+            source, names = _source(self._form, gradient, adds=adds, is_counted=is_counted)
+            found = self._kernels[gradient, adds, is_counted] = built(_NAME, source), names
         return found
 
 
@@ -189,9 +221,29 @@ def _chunks(elements: NDArray[numpy.int64], chosen: NDArray[numpy.bool_]) -> NDA
     return numpy.stack((tensors, within), axis=1).astype(numpy.int32)
 
 
-def step_source(step: Step, gradient: torch.dtype) -> str:
-    """The kernel of a step, of gradients of that dtype. Raises `UnsupportedOperation`."""
-    return _source(step, gradient, adds=False)[0]
+def _counted_numbers(step: Step, places: list[int] | None) -> tuple[Tensor, Tensor]:
+    """The step's numbers where a device counts: a row for each tensor, which is computed there, and the rotations.
+
+    Behind the rule's numbers of a row come the gradients' factor, and 1 if the step is skipped.
+    """
+    counters, inverse, skipped = cast(tuple[Tensor, Tensor, Tensor], step.counted)
+    numbers = [*step.scalars.values(), inverse, skipped]
+    columns = [on_device(own, counters.device) for own in numbers]
+    rows = torch.stack([column.expand(len(counters)) for column in columns], dim=1).to(wide_dtype(step.dtype))
+    turned = Seeding.rotations(counters)
+    if places is None:
+        return rows, turned
+    own = from_host(torch.tensor(places), counters.device)
+    return rows[own], turned[own]
+
+
+def step_source(step: Step, gradient: torch.dtype, *, is_counted: bool = False) -> str:
+    """The kernel of a step, of gradients of that dtype. Raises `UnsupportedOperation`.
+
+    is_counted: its numbers are in a row for each tensor, and it undoes the scale of the gradients, as
+    `torch.amp.GradScaler.unscale_` does.
+    """
+    return _source(step, gradient, is_counted=is_counted)[0]
 
 
 def totals_source(step: Step, gradient: torch.dtype) -> tuple[str, tuple[str, ...]]:
@@ -199,29 +251,44 @@ def totals_source(step: Step, gradient: torch.dtype) -> tuple[str, tuple[str, ..
     return _source(step, gradient, adds=True)
 
 
-def _source(step: Step, gradient: torch.dtype, *, adds: bool) -> tuple[str, tuple[str, ...]]:
+def _source(
+    step: Step, gradient: torch.dtype, *, adds: bool = False, is_counted: bool = False
+) -> tuple[str, tuple[str, ...]]:
     wide = wide_dtype(step.dtype)
     components = _components(step, gradient)
     scalars = {name: torch.empty((), dtype=wide, device="meta") for name in step.scalars}
     exact = {name: torch.empty((), dtype=torch.float64, device="meta") for name in step.scalars if adds}
     drawn = {name: torch.empty((), dtype=torch.int32, device="meta") for name in ("start", "flipped", "rotation")}
-    recorder = Recorder(components, {**scalars, **drawn, **{f"exact_{name}": own for name, own in exact.items()}})
+    inverse = {"inverse": torch.empty((), dtype=torch.float32, device="meta")}
+    recorded = {**scalars, **drawn, **inverse, **{f"exact_{name}": own for name, own in exact.items()}}
+    recorder = Recorder(components, recorded)
     sums: dict[str, Tensor] = {}
     with recorder:
+        chunk = dict(integer_codes.unpacked(components))
+        if is_counted:
+            wider = torch.float64 if gradient == torch.float64 else torch.float32
+            chunk["gradient"] = (chunk["gradient"].to(wider) * inverse["inverse"]).to(gradient)
         source = RandomSource(**drawn) if step.seeding is not None else None
         arithmetic = WideArithmetic(None, wide, wide)
-        chunk = dict(integer_codes.unpacked(components))
         if adds:
             sums = advance_and_add(step, arithmetic, chunk, scalars, exact, source)
         else:
             advance_in_wide(step, arithmetic, chunk, scalars, source)
-    numbers = [f"{name} = tl.load(scalars + {place})" for place, name in enumerate(scalars)]
+    row = f"which * {len(scalars) + 2} + " if is_counted else ""
+    numbers = [f"{name} = tl.load(scalars + {row}{place})" for place, name in enumerate(scalars)]
     numbers += [f"exact_{name} = tl.load(exact + {place})" for place, name in enumerate(exact)]
+    if is_counted:
+        numbers += [
+            f"inverse = tl.load(scalars + {row}{len(scalars)}).to(tl.float32)",
+            f"left = tl.where(tl.load(scalars + {row}{len(scalars) + 1}) == 0, left, 0)",
+            "left = tl.multiple_of(left, ALIGNED)",
+            "within = lanes < left",
+        ]
     if step.seeding is not None:
         numbers += [
             f"start = tl.load(sources + 2 * which) + first.to(tl.int32) * {signed(INDEX_FACTOR)}",
             "flipped = tl.load(sources + 2 * which + 1)",
-            "rotation = tl.load(turned)",
+            f"rotation = tl.load(turned{' + which' if is_counted else ''})",
         ]
     recorder.lines[:0] = numbers
     names = tuple(sums)

@@ -31,7 +31,7 @@ class TorchForms(TypedDict, total=False):
 
 TORCH_FORMS = {
     "foreach": "the step goes tensor by tensor, in chunks",
-    "fused": "the step goes tensor by tensor, in chunks",
+    "fused": "only on a CUDA device is the step one kernel",
     "capturable": "the step reads its counter on the host",
     "differentiable": "the step works in place",
 }
@@ -43,8 +43,9 @@ _OPTIONS = (
 _CALLED_OTHERWISE = {"learning_rate": "lr", "beta1": "betas", "beta2": "betas", "params": "the first argument"}
 
 
-def check_torch_options(options: Mapping[str, Any]) -> None:
-    """Accept torch's choices of implementation as long as they ask for nothing; raise otherwise.
+def check_torch_options(options: Mapping[str, Any], launches: bool = True) -> dict[str, bool]:
+    """Accept torch's choices of implementation as long as they ask for nothing, or for `fused` where a step
+    `launches` kernels; raise otherwise. Returns what a group is to keep of them.
 
     Raises TypeError for an unknown name, ValueError for a form of step that does not exist here.
     """
@@ -52,8 +53,9 @@ def check_torch_options(options: Mapping[str, Any]) -> None:
         if name not in TORCH_FORMS:
             near = _CALLED_OTHERWISE.get(name) or next(iter(get_close_matches(name, _OPTIONS, 1)), "")
             raise TypeError(f"unexpected keyword argument {name!r}" + (f"; did you mean {near}?" if near else ""))
-        if value:
+        if value and not (name == "fused" and launches):
             raise ValueError(f"{name}={value!r} is not supported: {TORCH_FORMS[name]}; leave {name} out")
+    return {"fused": True} if options.get("fused") else {}
 
 
 def check_learning_rate(lr: float | Tensor) -> None:
@@ -94,9 +96,9 @@ def checked_adam_options(
     torch_options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return Adam's options as a group's entries; raise ValueError as torch.optim.Adam does."""
-    check_torch_options(torch_options)
+    chosen = check_torch_options(torch_options)
     check_learning_rate(lr)
     check_not_negative("epsilon", eps)
     numbers = checked_betas(betas)
     check_not_negative("weight_decay", weight_decay)
-    return {"lr": lr, "betas": numbers, "eps": eps, "weight_decay": weight_decay}
+    return {"lr": lr, "betas": numbers, "eps": eps, "weight_decay": weight_decay, **chosen}

@@ -43,6 +43,8 @@ class CollageAdamW(CollageOptimizer):
         seed: of stochastic rounding, by group.
         compiled: on CUDA devices a step is one kernel for all tensors, unless it is False; True compiles the step
             on a CPU, too. Every bit is the eager step's. By group.
+        fused: True counts steps on their CUDA device, so that `torch.amp.GradScaler` waits for no verdict; the step
+            undoes its scale. A learning rate may be a tensor there. By group.
 
     `plain` in `storage` arithmetic is, bit for bit, torch.optim.AdamW's for-loop. Other options mean what they mean
     there. Raises ValueError, TypeError or RuntimeError in the same words as torch where torch has them.
@@ -117,13 +119,13 @@ class CollageLion(CollageOptimizer):
         on_external_write: str = "adopt",
         **torch_options: Unpack[TorchForms],
     ) -> None:
-        check_torch_options(torch_options)
+        chosen = check_torch_options(torch_options)
         check_learning_rate(lr)
         check_not_negative("weight_decay", weight_decay)
         own_options = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
         own_options["on_external_write"] = on_external_write
         options = {"lr": lr, "betas": checked_betas(betas), "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, {**options, **own_options})
+        super().__init__(params, {**options, **own_options, **chosen})
 
 
 class CollageSGD(CollageOptimizer):
@@ -153,7 +155,7 @@ class CollageSGD(CollageOptimizer):
         on_external_write: str = "adopt",
         **torch_options: Unpack[TorchForms],
     ) -> None:
-        check_torch_options(torch_options)
+        chosen = check_torch_options(torch_options)
         check_learning_rate(lr)
         check_not_negative("momentum", momentum)
         check_not_negative("weight_decay", weight_decay)
@@ -162,7 +164,7 @@ class CollageSGD(CollageOptimizer):
         options = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
         own_options = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
         own_options["on_external_write"] = on_external_write
-        super().__init__(params, {"lr": lr, **options, "maximize": maximize, **own_options})
+        super().__init__(params, {"lr": lr, **options, "maximize": maximize, **own_options, **chosen})
 
 
 class RuleOptimizer(CollageOptimizer):

@@ -153,6 +153,11 @@ class Seeding:
         """That of every tensor's source."""
         return signed(self.step * _GOLDEN)
 
+    @staticmethod
+    def rotations(steps: Tensor) -> Tensor:
+        """Those of several steps' numbers, int32 of their shape."""
+        return (steps.to(torch.int64) * _GOLDEN).to(torch.int32)
+
     def at(self, position: int, shard: int = 0) -> RandomSource:
         """The source of the tensor at this position among the optimizer's parameters, and of its shard."""
         key = mixed_seed(self.seed, position, *((shard,) if shard else ()))

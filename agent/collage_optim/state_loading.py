@@ -5,7 +5,7 @@ Names of states in a checkpoint are fixed: old files stay readable (`tests/optim
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from collage_optim.strategies import (
     SCALE_SUFFIX,
     StateStorage,
     StorageStrategy,
+    check_dtype,
     known_strategy,
     strategy_named,
 )
@@ -32,9 +33,13 @@ __all__ = [
     "OF_WRAPPERS",
     "RESIDUALS_FROM",
     "convert",
+    "groups_like",
+    "initial_state",
     "load",
     "note_conversion",
+    "options_like",
     "take_over",
+    "with_our_names",
 ]
 
 _BUILT_IN_OPTIONS = ("strategy", "arithmetic", "compiled", "on_external_write", "rule")
@@ -94,11 +99,67 @@ def load(
         group.update(_merged(options, group))
         for name in TORCH_FORMS:
             group.pop(name, None)
+        group.update({"fused": True} if options.get("fused") else {})
         states = [seen["state"].get(number) for number in saved["params"]]
         note_conversion(group, saved.get("strategy"), [state for state in states if state])
         for parameter, original in zip(group["params"], states, strict=True):
             if original:
                 optimizer.state[parameter] = _loaded(moments_of(group), group, parameter, original)
+
+
+def with_our_names(group: Group, own: Mapping[str, Any]) -> Group:
+    """The group with what other packages call otherwise: betas one by one, or a momentum as the first of them."""
+    if "betas" in own and "betas" not in group and {"beta1", "beta2"} <= group.keys():
+        return {**group, "betas": (group["beta1"], group["beta2"])}
+    if "momentum" in own and "momentum" not in group and tuple(group.get("betas", (0, 1)))[1] == 0:
+        return {**group, "momentum": group["betas"][0]}
+    return group
+
+
+def options_like(name: str, defaults: Group, group: Group) -> dict[str, Any]:
+    """The options of another optimizer's group that ours of this name, with these defaults, has too."""
+    own = {key: value for key, value in defaults.items() if key not in NOT_OF_THE_RULE}
+    group = with_our_names(group, own)
+    off = {"weight_decay": 0.0} if "weight_decay" in own else {}
+    off.update({key: value for key, value in own.items() if value is False or key == "dampening"})
+    missing = sorted(own.keys() - off.keys() - group.keys() - {"decoupled_weight_decay"})
+    decoupled = own.get("decoupled_weight_decay")
+    if missing or group.get("decoupled_weight_decay", decoupled) != decoupled:
+        told = f"no {', '.join(missing)}" if missing else "decay of another kind"
+        adam = "CollageAdamW" if group.get("decoupled_weight_decay") else "CollageAdam"
+        fits = "CollageSGD" if "dampening" in group else adam if {"betas", "eps"} <= group.keys() else ""
+        hint = f"; use {fits}.from_optimizer" if fits not in ("", name) else ""
+        raise ValueError(f"its groups have {told}, unlike {name}: it is of another update rule{hint}")
+    return {**off, **{key: value for key, value in group.items() if key in own}}
+
+
+def groups_like(options: dict[str, Any], group: Group, strategy: str) -> Iterator[dict[str, Any]]:
+    """Groups of these options for another's group: its 16-bit weights under `strategy`, others `plain`."""
+    names = group.get("param_names")
+    options.update({"initial_lr": group["initial_lr"]} if "initial_lr" in group else {})
+    narrow = [parameter.dtype.itemsize < 4 for parameter in group["params"]]
+    for kept in (True, False):
+        chosen = [index for index, own in enumerate(narrow) if own is kept]
+        if chosen or (kept and not narrow):
+            part = {"params": [group["params"][index] for index in chosen], **options}
+            part["strategy"] = strategy if kept else "plain"
+            yield part if names is None else {**part, "param_names": [names[index] for index in chosen]}
+
+
+def initial_state(strategy: StorageStrategy, moments: Iterable[Moment], parameter: Tensor) -> dict[str, Tensor]:
+    """The states of a parameter before its first step. Raises ValueError where the strategy cannot keep it."""
+    check_dtype(strategy, parameter.dtype)
+    # As in torch: a counter of a 16-bit default dtype would stop at 256.
+    double = torch.get_default_dtype() == torch.float64
+    state = {"step": torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)}
+    for moment in moments:
+        storage = strategy.moment_storage(moment.second)
+        state.update(integer_codes.empty_state(moment.name, storage, moment.second, parameter))
+    if strategy.parameter_state == MASTER_PARAMETER:
+        state[MASTER_PARAMETER] = parameter.detach().to(torch.float32, copy=True)
+    elif strategy.parameter_state == PARAMETER_LOW:
+        state[PARAMETER_LOW] = integer_codes.empty_low(strategy.parameter, parameter)
+    return state
 
 
 def take_over(made: Optimizer, other: Optimizer) -> None:

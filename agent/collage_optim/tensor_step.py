@@ -6,7 +6,7 @@ depend on it (`tests/optim/test_tensor_step.py`).
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -41,6 +41,7 @@ __all__ = [
     "form_of",
     "local_part",
     "longest_chunk",
+    "name_in",
     "sampled",
     "step_tensors",
     "stepped_together",
@@ -123,6 +124,17 @@ class Gathered(NamedTuple):
             and forms == self.forms
             and all(map(operator.contains, states, repeat("step")))
         )
+
+
+def name_in(groups: Sequence[Mapping[str, Any]], parameter: Tensor) -> str:
+    """A parameter's name if the optimizer of these groups was given names, otherwise its place; and its shape."""
+    for number, group in enumerate(groups):
+        for index, own in enumerate(group["params"]):
+            if own is parameter:
+                names = group.get("param_names")
+                place = f"parameter {index} of group {number}" if names is None else str(names[index])
+                return f"{place} of shape {tuple(parameter.shape)}"
+    return f"a parameter of shape {tuple(parameter.shape)}"
 
 
 def chunks(tensors: State, size: int) -> Iterator[State]:

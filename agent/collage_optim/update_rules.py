@@ -6,8 +6,9 @@ as the exact rule that the agent's intended update comes from, and inside a comp
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,12 +20,25 @@ from torch.optim.sgd import sgd
 
 from collage_monitor.extensions import extensions
 from collage_optim.arithmetic import Arithmetic, Scalar, State
+from collage_optim.from_host import from_host
 from collage_optim.hyperparameter_checks import check_learning_rate, check_not_negative, checked_betas
 
-__all__ = ["AdamRule", "CoupledDisplacement", "Group", "LionRule", "Moment", "SGDRule", "UpdateRule", "rule_named"]
+__all__ = [
+    "AdamRule",
+    "CountedStep",
+    "CoupledDisplacement",
+    "Group",
+    "LionRule",
+    "Moment",
+    "SGDRule",
+    "UpdateRule",
+    "on_device",
+    "rule_named",
+]
 
 Group = Mapping[str, Any]
 _MOST_TERMS = 1 << 20
+_LOGARITHM_OF_NOTHING = 40.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,56 @@ class Moment:
     name: str
     second: bool = False
     decay: float | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, eq=False)
+class CountedStep:
+    """Numbers of a step that devices count: in place of an int, what a rule computes of it are tensors there.
+
+    numbers: of each tensor, fp64 [tensors]. A device rounds powers otherwise than the host, which makes tables.
+    """
+
+    numbers: Tensor
+
+    def of(self, function: Callable[[float, int], float], beta: float) -> Tensor:
+        """function(beta, number), fp64 [tensors], for a function that stays the same once beta^number is small."""
+        table = _table(function, beta, self.numbers.device)
+        return table[(self.numbers - 1).clamp(0, len(table) - 1).to(torch.int64)]
+
+    def __rpow__(self, beta: float) -> Tensor:
+        return self.of(pow, beta)
+
+
+@lru_cache(maxsize=64)
+def _table(function: Callable[[float, int], float], beta: float, device: torch.device) -> Tensor:
+    """The function's values for steps 1, 2, … until 1 − beta^step is 1 in fp64."""
+    steps = 1 if beta <= 0 else math.ceil(_LOGARITHM_OF_NOTHING / -math.log(beta)) + 1
+    if steps > _MOST_TERMS:
+        raise ValueError(f"a decay of {beta} is too near 1 for fused=True; leave fused out")
+    return from_host(
+        torch.tensor([function(beta, step) for step in range(1, steps + 1)], dtype=torch.float64), device
+    )
+
+
+def _rate(group: Group) -> Any:
+    """The learning rate: a number, or a tensor of no dimension that nothing waits for."""
+    rate = group["lr"]
+    return rate.to(torch.float64).reshape(()) if isinstance(rate, Tensor) and group.get("fused") else float(rate)
+
+
+def _quotient(one: Any, other: Any) -> Any:
+    """one / other as Python rounds it: with a number, torch may multiply by an inverse."""
+    if isinstance(one, Tensor) == isinstance(other, Tensor):
+        return one / other
+    device = one.device if isinstance(one, Tensor) else other.device
+    return torch.div(on_device(one, device), on_device(other, device))
+
+
+def on_device(number: Scalar, device: torch.device) -> Tensor:
+    """The number in fp64 there; made there, as nothing may wait for a copy from the host."""
+    if isinstance(number, Tensor):
+        return number.to(device, torch.float64, non_blocking=True)
+    return torch.full((), number, dtype=torch.float64, device=device)
 
 
 class CoupledDisplacement(NamedTuple):
@@ -64,6 +128,14 @@ class UpdateRule(ABC):
             checked_betas(group["betas"])
         for name in ("eps", "weight_decay"):
             check_not_negative(name, group.get(name, 0.0))
+
+    def check_counted(self, group: Group) -> None:
+        """Raise ValueError if the numbers of a step cannot be computed of a `CountedStep`."""
+        step: Any = CountedStep(torch.ones(2, dtype=torch.float64))
+        try:
+            self.scalars(group, step)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"fused=True is not for {type(self).__name__} ({error}); leave fused out") from error
 
     @abstractmethod
     def moments(self, group: Group) -> tuple[Moment, ...]:
@@ -145,7 +217,7 @@ def _decays(group: Group, *, decoupled: bool) -> dict[str, Scalar]:
         numbers.update({f"beta{number}": beta, f"one_minus_beta{number}": 1 - beta})
     weight_decay = float(group["weight_decay"])
     if weight_decay != 0:
-        name, factor = ("decay", float(group["lr"])) if decoupled else ("coupled_decay", 1.0)
+        name, factor = ("decay", _rate(group)) if decoupled else ("coupled_decay", 1.0)
         numbers[name] = factor * weight_decay
     return numbers
 
@@ -191,13 +263,14 @@ class AdamRule(UpdateRule):
         averages = (Moment("exp_avg", decay=beta1), Moment("exp_avg_sq", second=True, decay=beta2))
         return (*averages, Moment("max_exp_avg_sq", second=True)) if group["amsgrad"] else averages
 
-    def scalars(self, group: Group, step: int) -> dict[str, Scalar]:
+    def scalars(self, group: Group, step: Any) -> dict[str, Scalar]:
         beta1, beta2 = (float(beta) for beta in group["betas"])
+        second = 1 - beta2**step
         return {
             **_decays(group, decoupled=self.decoupled),
-            "root_correction": 1 / math.sqrt(1 - beta2**step),
+            "root_correction": _quotient(1, second.sqrt() if isinstance(second, Tensor) else math.sqrt(second)),
             "eps": float(group["eps"]),
-            "negative_step_size": -float(group["lr"]) / (1 - beta1**step),
+            "negative_step_size": _quotient(-_rate(group), 1 - beta1**step),
         }
 
     def displacement(
@@ -230,12 +303,12 @@ class AdamRule(UpdateRule):
             second = arithmetic.keep_maximum(state, "max_exp_avg_sq", "exp_avg_sq")
         return first, arithmetic.square_root(second).mul_(scalars["root_correction"]).add_(scalars["eps"])
 
-    def scalars_ahead(self, group: Group, step: int) -> dict[str, Scalar]:
-        rate, beta1 = float(group["lr"]), float(group["betas"][0])
-        if not rate * beta1:
+    def scalars_ahead(self, group: Group, step: Any) -> dict[str, Scalar]:
+        rate, beta1 = _rate(group), float(group["betas"][0])
+        if not beta1 or (not isinstance(rate, Tensor) and not rate * beta1):
             return {}
-        ahead = _ahead_of(beta1, step)
-        return {"lr_ahead": rate * ahead, "step_of_ahead": -1 / (ahead * (1 - beta1**step))}
+        ahead = step.of(_ahead_of, beta1) if isinstance(step, CountedStep) else _ahead_of(beta1, step)
+        return {"lr_ahead": rate * ahead, "step_of_ahead": _quotient(-1, ahead * (1 - beta1**step))}
 
     def coupled_displacement(
         self,
@@ -284,7 +357,7 @@ class LionRule(UpdateRule):
         return (Moment("exp_avg", decay=float(group["betas"][1])),)
 
     def scalars(self, group: Group, step: int) -> dict[str, Scalar]:
-        return {**_decays(group, decoupled=True), "negative_lr": -float(group["lr"])}
+        return {**_decays(group, decoupled=True), "negative_lr": -_rate(group)}
 
     def displacement(
         self,
@@ -317,11 +390,16 @@ class SGDRule(UpdateRule):
         momentum = float(group["momentum"])
         return (Moment("momentum_buffer", decay=momentum),) if momentum != 0 else ()
 
-    def scalars(self, group: Group, step: int) -> dict[str, Scalar]:
-        numbers = {**_decays(group, decoupled=False), "negative_lr": -float(group["lr"])}
+    def scalars(self, group: Group, step: Any) -> dict[str, Scalar]:
+        numbers = {**_decays(group, decoupled=False), "negative_lr": -_rate(group)}
         if group["momentum"] != 0:
             numbers["momentum"] = float(group["momentum"])
-            numbers["one_minus_dampening"] = 1.0 if step == 1 else 1 - float(group["dampening"])
+            later = 1 - float(group["dampening"])
+            if isinstance(step, CountedStep):
+                ones = torch.ones_like(step.numbers)
+                numbers["one_minus_dampening"] = torch.where(step.numbers == 1, ones, later * ones)
+            else:
+                numbers["one_minus_dampening"] = 1.0 if step == 1 else later
             if group["nesterov"]:
                 numbers["nesterov_momentum"] = float(group["momentum"])
         return numbers
@@ -344,9 +422,10 @@ class SGDRule(UpdateRule):
         return arithmetic.product(direction, scalars["negative_lr"])
 
     def scalars_ahead(self, group: Group, step: int) -> dict[str, Scalar]:
-        rate, momentum = float(group["lr"]), float(group["momentum"])
-        ahead = rate * momentum / (1 - momentum) if momentum < 1 else 0.0
-        return {"lr_ahead": ahead * (momentum if group["nesterov"] else 1.0)} if ahead else {}
+        rate, momentum = _rate(group), float(group["momentum"])
+        ahead = _quotient(rate * momentum, 1 - momentum) if 0 < momentum < 1 else 0.0
+        coupled = isinstance(ahead, Tensor) or ahead
+        return {"lr_ahead": ahead * (momentum if group["nesterov"] else 1.0)} if coupled else {}
 
     def coupled_displacement(
         self,

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,36 @@ def test_a_kernel_waits_for_nothing():
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("strategy", ["plus", "split-master-8bit"])
+def test_a_loss_scaler_waits_for_nothing_and_the_bits_are_those_of_unscaled_gradients(strategy):
+    pairs, scalers = [], []
+    for fused in (False, True):
+        members = [torch.nn.Parameter(member.detach().cuda()) for member in parameters()]
+        rate = torch.tensor(1e-3, device="cuda")
+        pairs.append((members, CollageAdamW(members, lr=rate, strategy=strategy, seed=7, fused=fused)))
+        scalers.append(torch.amp.GradScaler("cuda", init_scale=3.0 * 2**10))
+    for step in range(5):
+        for (members, optimizer), scaler in zip(pairs, scalers, strict=True):
+            scaler.scale(torch.ones((), device="cuda"))
+            give_gradients(members, step=step, scale=30.0)
+            if step == 3:
+                gradient: Any = members[0].grad
+                gradient.view(-1)[:1] = torch.inf
+            waits = step == 0 or not optimizer._step_supports_amp_scaling
+            torch.cuda.set_sync_debug_mode("default" if waits else "error")
+            try:
+                scaler.step(optimizer)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            scaler.update(3.0 * 2**10)
+    eager, counted = (optimizer for _, optimizer in pairs)
+    for one, other in zip(*(own for own, _ in pairs), strict=True):
+        states = eager.state[one], counted.state[other]
+        assert states[0]["step"].item() == states[1]["step"].item() == 4
+        states[1]["step"] = states[1]["step"].cpu()
+    assert_same_bits(eager, counted)
 
 
 @pytest.mark.parametrize("strategy", ["plus", "split-master"])

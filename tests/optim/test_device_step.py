@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import sys
 from typing import Any
 
@@ -41,6 +42,56 @@ WITH_TRITON = "tests.optim.with_triton"
 def test_every_rule_with_every_strategy_has_the_eager_steps_bits(seed, part):
     """Shapes, alignments, dtypes of weights and gradients, and options are drawn. By day, a third of the pairs."""
     assert int(run_with_triton(WITH_TRITON, "law", str(seed), str(part), interpreted=True)) > 80 / part
+
+
+@pytest.mark.slow
+@only_where_published
+@pytest.mark.parametrize(
+    ("seed", "part"), [(0, 5), *(pytest.param(seed, 1, marks=pytest.mark.nightly) for seed in range(3))]
+)
+def test_steps_counted_on_a_device_have_the_bits_of_unscaled_gradients(seed, part):
+    run_with_triton(WITH_TRITON, "scaled", str(seed), str(part), interpreted=True)
+
+
+class Rooted(AdamRule):
+    """A rule whose numbers are made by Python's own functions."""
+
+    def scalars(self, group, step):
+        return {**super().scalars(group, step), "root": math.sqrt(step)}
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+def test_what_cannot_be_counted_on_a_device_is_refused_at_once(monkeypatch):
+    for options, words in (
+        ({"arithmetic": "storage"}, "only on a CUDA device"),
+        ({"compiled": False}, "only on a CUDA device"),
+        ({"betas": (0.9, 1 - 1e-6)}, "a decay of 0.999999 is too near 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            CollageAdamW(parameters(), fused=True, **options)
+    monkeypatch.setattr(CollageAdamW, "rule", Rooted(decoupled=True))
+    with pytest.raises(ValueError, match="fused=True is not for Rooted"):
+        CollageAdamW(parameters(), fused=True)
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+def test_counters_follow_the_choice_of_the_optimizer_and_not_of_a_checkpoint(monkeypatch):
+    """A step that finds no kernel, as while a CUDA graph is captured, changes nothing."""
+    members = parameters()
+    saved = CollageAdamW(members, compiled=False)
+    give_gradients(members, step=0)
+    saved.step()
+    fused = CollageAdamW(members, fused=True)
+    assert fused._step_supports_amp_scaling
+    assert not saved._step_supports_amp_scaling
+    fused.load_state_dict(saved.state_dict())
+    assert fused.param_groups[0]["fused"]
+    saved.load_state_dict(fused.state_dict())
+    assert "fused" not in saved.param_groups[0]
+    monkeypatch.setattr(base, "launches", lambda device: False)
+    with pytest.raises(RuntimeError, match="a CUDA graph cannot hold it"):
+        fused.step()
+    assert all(fused.state[member]["step"] == 1 for member in members)
 
 
 @pytest.mark.slow

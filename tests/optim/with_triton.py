@@ -10,6 +10,7 @@ PART is a function of this module, and what follows its arguments.
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import random
@@ -274,6 +275,52 @@ def not_finite():
         assert not any(part.isfinite().all() and part.max() <= 1e37 for part in found[0])
         for eager, kernel in zip(*found, strict=True):
             torch.testing.assert_close(kernel, eager, rtol=0, atol=0, equal_nan=True, msg=strategy)
+
+
+def scaled(seed, part="1"):
+    """Steps counted on a device, under a GradScaler that skips one, of rates that are tensors there: the bits of
+    eager steps after `unscale_`. A parameter has no gradient at first, so that counters differ, but not with random
+    bits: eager steps join small tensors by their counters, which a host does not know here."""
+    pairs = list(itertools.product(("AdamW", "Lion", "momentum", "Nesterov"), STRATEGIES))
+    for rule, strategy in pairs[int(seed) :: int(part)]:
+        draw = random.Random(f"{seed} {rule} {strategy}")
+        torch.manual_seed(draw.randrange(2**32))
+        kind, own = RULES[rule]
+        options = {**own, **drawn_options(draw, rule), "strategy": strategy}
+        weights = drawn_weights(draw, torch.bfloat16)
+        optimizers = []
+        for device_is_there in (False, True):
+            with kernels(device_is_there), contextlib.suppress(ValueError):
+                given = {**options, "lr": torch.tensor(1e-3), "fused": device_is_there}
+                optimizers.append(kind(like(weights), **given))
+        if len(optimizers) == 2:
+            try:
+                assert_same_after_scaling(optimizers, draw.choice((torch.bfloat16, torch.float32)))
+            except Exception as error:
+                raise AssertionError(f"{rule}, {options}") from error
+
+
+def assert_same_after_scaling(optimizers, dtype):
+    scalers = [torch.amp.GradScaler("cpu", init_scale=3.0 * 2**10) for _ in optimizers]
+    for step in range(4):
+        drawn = [torch.randn(weight.shape) * 1e-2 for weight in optimizers[0].param_groups[0]["params"]]
+        for device_is_there, (optimizer, scaler) in enumerate(zip(optimizers, scalers, strict=True)):
+            scaler.scale(torch.ones(()))
+            weights = optimizer.param_groups[0]["params"]
+            for place, (weight, gradient) in enumerate(zip(weights, drawn, strict=True)):
+                weight.grad_dtype = dtype
+                late = place == 1 and step == 0 and not STRATEGIES[optimizer.strategy].stochastic
+                weight.grad = None if late else (gradient * 3 * 2**10).to(dtype)
+            if step == 2:
+                weights[0].grad.view(-1)[:1] = torch.inf
+            with kernels(bool(device_is_there)):
+                optimizer.param_groups[0]["lr"] *= 0.75
+                scaler.step(optimizer)
+            scaler.update(3.0 * 2**10)
+    eager, on_device = optimizers
+    for members in zip(*(own.param_groups[0]["params"] for own in optimizers), strict=True):
+        assert eager.state[members[0]]["step"] == on_device.state[members[1]]["step"]
+    assert_same_bits(eager, on_device)
 
 
 OPERATIONS: dict[str, Any] = {
