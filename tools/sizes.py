@@ -28,13 +28,13 @@ USUAL_FUNCTION, LONGEST_FUNCTION, USUAL_SHARE = 40, 100, 0.95
 SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
-    "collage_monitor": 15200,
-    "collage_agent": 23341,
-    "collage_optim": 6206,
-    "collage_server": 25208,
-    "collage_dashboard": 9841,
-    "tests": 75029,
-    "words of pages": 50146,
+    "collage_monitor": 15204,
+    "collage_agent": 24044,
+    "collage_optim": 6987,
+    "collage_server": 25676,
+    "collage_dashboard": 9872,
+    "tests": 76959,
+    "words of pages": 50807,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
 SLACK = 0.01

@@ -46,7 +46,7 @@ class AskedTotals:
 class Step:
     """Everything that a step needs besides the tensors. dtype: the weights'. is_coupled: whether weight and first
     moment exchange what rounding takes (`collage_optim.coupling`). launch: steps all tensors at once, on a device
-    (`collage_optim.device_step`); asked: with it, that it adds up totals, from these numbers. counted: where a device
+    (`collage_optim.device_step`); asked: with it, that it adds up totals, from these numbers. counted: if a device
     counts the steps, each tensor's number, fp64 [tensors], by what gradients are multiplied, and 1 if the step is
     skipped, fp32 of no dimension; what follows from the number is then fp64 [tensors], too."""
 

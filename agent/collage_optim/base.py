@@ -291,7 +291,8 @@ class CollageOptimizer(Optimizer):
             if was != now:
                 raise RuntimeError(
                     f"{name_in(self.param_groups, parameter)} has become {now}; its states were made for {was}. "
-                    "Nothing was stepped. Build the optimizer after such a change; load_state_dict() then converts old states"
+                    "Nothing was stepped. Build the optimizer after such a change; load_state_dict() then converts "
+                    "old states"
                 )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
