@@ -160,7 +160,10 @@ def use_one_of(about: About, titles: str, smallest: str, size: str) -> None:
     assert_fitting(about, named, size)
 
 
-@says(rf"loss {SIGNED} against (.+?)(?: \(95 %: {SIGNED} to {SIGNED}, (\d+) seeds\)|, one run each)")
+@says(
+    rf"loss {SIGNED} against (.+?)"
+    rf"(?: \(95 %: {SIGNED} to {SIGNED}, (\d+) seeds\)|, one run each: repeat with other seeds)"
+)
 def loss_against(about: About, loss: str, reference: str, *sure: str) -> None:
     fit = min(fitting(about), key=lambda one: one.mean_of("bytes_per_parameter"))
     gap, half, pairs = fit.gap(reference_of(about))
@@ -174,7 +177,7 @@ def loss_against(about: About, loss: str, reference: str, *sure: str) -> None:
         assert int(sure[2]) == pairs
 
 
-@says(r"repeat with other seeds|its loss cannot be compared with the reference's yet")
+@says(r"its loss cannot be compared with the reference's yet")
 def more_runs(_about: About) -> None:
     """Said where the interval is not known: `loss_against` has checked that."""
 
