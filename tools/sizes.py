@@ -30,11 +30,11 @@ SINGLE_IMPORTERS = 80
 BUDGETS = {
     "collage_monitor": 15204,
     "collage_agent": 24044,
-    "collage_optim": 6987,
+    "collage_optim": 7055,
     "collage_server": 25676,
     "collage_dashboard": 9872,
-    "tests": 76959,
-    "words of pages": 50807,
+    "tests": 77094,
+    "words of pages": 50836,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
 SLACK = 0.01

@@ -27,7 +27,7 @@ from collage_optim.compiled import (
     device_step,
     packed_scalars,
 )
-from collage_optim.device_step import counted, launches
+from collage_optim.device_step import capturing, counted, launches
 from collage_optim.external_writes import ON_EXTERNAL_WRITE, ExternalWrites
 from collage_optim.hyperparameter_checks import TORCH_FORMS, check_torch_options
 from collage_optim.random_numbers import Seeding, default_seed
@@ -49,6 +49,7 @@ from collage_optim.tensor_step import (
     form_of,
     longest_chunk,
     name_in,
+    refuse_form,
     sampled,
     step_tensors,
     wide_dtype,
@@ -204,6 +205,14 @@ class CollageOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if capturing():
+            self._external_writes.stop()
+            if any(
+                own.grad is not None and own not in self.state
+                for group in self.param_groups
+                for own in group["params"]
+            ):
+                raise RuntimeError("a CUDA graph cannot hold a first step, which makes states: take one before it")
         members = self._gathered()
         self._taken_totals, self.step_totals = self.step_totals, None
         named = partial(name_in, self.param_groups)
@@ -279,21 +288,12 @@ class CollageOptimizer(Optimizer):
                 state.update(initial)
                 self._forms[parameter] = form
             elif self._forms.setdefault(parameter, form) != form:
-                self._refuse(parameter, form)
+                refuse_form(name_in(self.param_groups, parameter), self._forms[parameter], form)
             if group.get("fused"):
                 # A checkpoint may have been counted on the host.
                 state["step"] = state["step"].to(parameter.device)
             members.append(Member(position, parameter, state))
         return members
-
-    def _refuse(self, parameter: Tensor, form: Form) -> None:
-        for was, now in zip(self._forms[parameter], form, strict=True):
-            if was != now:
-                raise RuntimeError(
-                    f"{name_in(self.param_groups, parameter)} has become {now}; its states were made for {was}. "
-                    "Nothing was stepped. Build the optimizer after such a change; load_state_dict() then converts "
-                    "old states"
-                )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _look_at_updates(self, members: list[list[Member]]) -> None:
@@ -367,8 +367,8 @@ class CollageOptimizer(Optimizer):
             number: Any = CountedStep(numbers[0])
             step = self._step(group, strategy, False, number, dtype, device)
             if step.launch is None:
-                raise RuntimeError("fused=True has no kernel here, or a CUDA graph cannot hold it: leave it out")
-            torch._foreach_add_(counters, 1 - numbers[2])
+                raise RuntimeError("fused=True has no kernel here: leave it out")
+            torch._foreach_add_(counters, [1 - numbers[2]] * len(counters))  # One alone would be read.
             seeding = None if step.seeding is None else Seeding(step.seeding.seed, 0)
             plans.append((replace(step, seeding=seeding, counted=numbers, asked=None), alike))
         return plans
@@ -378,7 +378,7 @@ class CollageOptimizer(Optimizer):
         group: dict[str, Any],
         strategy: StorageStrategy,
         strict: bool,
-        number: int,
+        number: Any,
         dtype: torch.dtype,
         device: torch.device,
     ) -> Step:
@@ -389,7 +389,8 @@ class CollageOptimizer(Optimizer):
         scalars.update(ahead)
         wide, compiled, launch, asked = wide_dtype(dtype), None, None, None
         form = (group["maximize"], dtype, device.type, tuple(scalars), bool(ahead))
-        if group["compiled"] is not False and not strict and launches(device):
+        by_device = isinstance(number, CountedStep) and capturing()
+        if group["compiled"] is not False and not strict and (launches(device) or by_device):
             launch, adds = self._launch(Structure(rule, strategy, moments, *form))
             if self._taken_totals is not None and adds:
                 asked = AskedTotals(dict(scalars), self._taken_totals.found)

@@ -39,6 +39,7 @@ __all__ = [
     "OPTIONS",
     "OPTIONS_OF_TOTALS",
     "WARPS",
+    "capturing",
     "counted",
     "launches",
     "step_source",
@@ -70,9 +71,17 @@ def counted(counters: list[Tensor], found_inf: Tensor | None, grad_scale: Tensor
 def launches(device: torch.device) -> bool:
     """Whether steps there are kernels by default; `tests/optim/test_device_step.py` replaces it.
 
-    Not while a CUDA graph is captured: a replay would read its numbers where other ones lie by then.
+    Not while a CUDA graph is captured, but for steps that the device counts: a replay would read its numbers where
+    other ones lie by then.
     """
-    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and not capturing()
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured; `tests/optim/with_triton.py` replaces it."""
+    # As torch's own optimizers ask: a compiler that traces a step must not.
+    asks = not torch.compiler.is_compiling() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return asks and torch.cuda.is_current_stream_capturing()
 
 
 class DeviceStep:
@@ -99,6 +108,11 @@ class DeviceStep:
                 which = (step.strategy, step.seeding.seed, positions)
             self._launch(step, gathered, which, lambda: _in_order(step, members), members)
             return
+        if capturing():
+            raise RuntimeError(
+                "a CUDA graph cannot hold a step of tensors without elements or out of order, or of gradients of "
+                "several dtypes"
+            )
         by_gradient: dict[torch.dtype, list[tuple[State, RandomSource | None, int]]] = {}
         copied: list[tuple[Tensor, Tensor]] = []
         places = {id(member): place for place, member in enumerate(members)}
@@ -145,23 +159,31 @@ class DeviceStep:
         device, asked = columns["parameter"][0].device, step.asked
         kernel, names = self._kernel(columns["gradient"][0].dtype, asked is not None, step.counted is not None)
         here = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-        rows = [array("q", list(map(Tensor.data_ptr, column))).tobytes() for column in columns.values()]
+        places_of = {name: list(map(Tensor.data_ptr, column)) for name, column in columns.items()}
+        rows = [array("q", own).tobytes() for own in places_of.values()]
         rows.append(array("q", list(map(Tensor.numel, columns["parameter"]))).tobytes())
-        tables = [_kept((*here, row), _row_table, row, device) for row in rows]
-        tables.append(_kept((*here, rows[-1], which), _source_table, sources, device))
+        tables = [
+            _made_in_graph(places_of[name], device)
+            if name == "gradient" and capturing()
+            else _table(here, (row,), _row_table, row, device)
+            for name, row in zip((*columns, "sizes"), rows, strict=True)
+        ]
+        tables.append(_table(here, (rows[-1], which), _source_table, sources, device))
         if step.counted is not None:
             numbers = _counted_numbers(step, places)
         else:
             scalars = torch.tensor([float(own) for own in step.scalars.values()], dtype=wide_dtype(step.dtype))
             turned = 0 if step.seeding is None else step.seeding.rotation
-            numbers = from_host(scalars, device), _kept((*here, turned), _turned_table, turned, device)
+            numbers = from_host(scalars, device), _table(here, (turned,), _turned_table, turned, device)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            for alignment, chunks, chosen in _kept((*here, *rows), _chunk_tables, rows, device):
+            for alignment, chosen in _kept(tuple(rows), _by_alignment, rows):
+                chunks = _table(here, (rows[-1], chosen.tobytes()), _chunk_table, rows[-1], chosen, device)
                 launch = partial(kernel[(len(chunks),)], *tables, chunks, *numbers, ALIGNED=alignment)
                 if asked is None:
                     launch(**OPTIONS)
                     continue
-                groups = _kept((*here, *rows, alignment), _group_tables, rows[-1], chosen, device)
+                content = (rows[-1], chosen.tobytes(), "groups")
+                groups = _table(here, content, _group_tables, rows[-1], chosen, device)
                 owners = members if places is None else [members[place] for place in places]
                 stepped = [owner.parameter for owner, own in zip(owners, chosen, strict=True) if own]
                 sums = _added(launch, asked, len(chunks), columns_of(names), groups)
@@ -321,17 +343,16 @@ def _turned_table(rotation: int, device: torch.device) -> Tensor:
     return from_host(torch.tensor([rotation], dtype=torch.int32), device)
 
 
-def _chunk_tables(rows: list[bytes], device: torch.device) -> list[tuple[int, Tensor, NDArray[numpy.bool_]]]:
-    """The chunks of the tensors of which all addresses, and the size, are aligned, and those of the others; which
-    tensors these are."""
-    *addresses, elements = (numpy.frombuffer(row, dtype=numpy.int64) for row in rows)
-    aligned = numpy.all(numpy.array([*addresses, elements]) % _ALIGNED == 0, axis=0)
-    parts = [(_ALIGNED, aligned), (1, ~aligned)]
-    return [
-        (alignment, from_host(_chunks(elements, chosen), device), chosen)
-        for alignment, chosen in parts
-        if chosen.any()
-    ]
+def _by_alignment(rows: list[bytes]) -> list[tuple[int, NDArray[numpy.bool_]]]:
+    """Which tensors have all addresses, and the size, aligned, and which not; those of which there are any."""
+    aligned = numpy.all(
+        numpy.array([numpy.frombuffer(row, dtype=numpy.int64) for row in rows]) % _ALIGNED == 0, axis=0
+    )
+    return [(alignment, own) for alignment, own in ((_ALIGNED, aligned), (1, ~aligned)) if own.any()]
+
+
+def _chunk_table(elements: bytes, chosen: NDArray[numpy.bool_], device: torch.device) -> Tensor:
+    return from_host(_chunks(numpy.frombuffer(elements, dtype=numpy.int64), chosen), device)
 
 
 def _group_tables(elements: bytes, chosen: NDArray[numpy.bool_], device: torch.device) -> list[Tensor]:
@@ -346,10 +367,12 @@ def _source_table(sources: Callable[[], list[RandomSource | None]], device: torc
 
 _KEPT: dict[tuple[Any, ...], Any] = {}
 _MOST_KEPT = 256
+_IN_GRAPHS: list[Any] = []
+"""Tables that graphs read, kept for good: a replay must find them where they were."""
 
 
 def _kept(key: tuple[Any, ...], make: Callable[..., Any], *given: Any) -> Any:
-    """A table, or several, on the device: the one that was sent before under its key, which says what is in it.
+    """What was made before under its key, which says what is in it, or is made now.
 
     Weights and states keep their addresses, and gradients have few: an allocator gives the same memory again.
     """
@@ -360,3 +383,24 @@ def _kept(key: tuple[Any, ...], make: Callable[..., Any], *given: Any) -> Any:
             del _KEPT[next(iter(_KEPT))]
     _KEPT[key] = found
     return found
+
+
+def _table(here: tuple[Any, ...], content: tuple[Any, ...], make: Callable[..., Any], *given: Any) -> Any:
+    """A table on the device, or several, that was sent before or is sent now. here: device and stream.
+
+    A graph takes one that any stream had before: whoever captures has waited for those.
+    """
+    if not capturing():
+        return _kept((*here, *content), make, *given)
+    for key, found in _KEPT.items():
+        if key[:1] == here[:1] and key[2:] == content:
+            _IN_GRAPHS.append(found)
+            return found
+    raise RuntimeError("a CUDA graph cannot hold the first step of these tensors: take one before it is captured")
+
+
+def _made_in_graph(addresses: list[int], device: torch.device) -> Tensor:
+    """Addresses of gradients, which a capture makes, as numbers within the graph: it reads no host's memory."""
+    table = torch.zeros(len(addresses), dtype=torch.int64, device=device)
+    torch._foreach_add_(list(table.unbind()), addresses)
+    return table

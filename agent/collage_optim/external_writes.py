@@ -116,7 +116,7 @@ class ExternalWrites:
 
     def __init__(self) -> None:
         self.count = 0
-        self._told = False
+        self._told = self._stopped = False
         self._tracked: dict[Tensor, _TrackedWeight] = {}
         self._entries: list[_Entry] = []
         self._order: list[_TrackedWeight] = []
@@ -125,6 +125,11 @@ class ExternalWrites:
         self._versions: tuple[list[int], list[int]] = [], []
         self._seen: tuple[list[Tensor], list[Tensor]] | None = None
         self._reads = DeferredReads()
+
+    def stop(self) -> None:
+        """Look no more: a CUDA graph takes the steps, which no host sees, nor what its replays write."""
+        self.forget()
+        self._stopped = True
 
     def forget(self) -> None:
         """Note that weights and states were loaded: only contradictions between them count as a write."""
@@ -141,6 +146,8 @@ class ExternalWrites:
         with `raise`, before anything is changed. Nothing waits for a device, except to raise after a write in place
         there. A write through `.data` on a device is reported, but too late to be saved.
         """
+        if self._stopped:
+            return
         self._reads.poll()
         groups = list(groups)
         if self._looks_untouched(groups):
@@ -165,6 +172,8 @@ class ExternalWrites:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def remember(self) -> None:
         """After the step: the state of the weights that were passed to `adopt`. No synchronisation."""
+        if self._stopped:
+            return
         if self._seen is not None:
             self._versions = _versions(self._seen[0]), _versions(self._seen[1])
             self._seen = None

@@ -32,7 +32,7 @@ class TorchForms(TypedDict, total=False):
 TORCH_FORMS = {
     "foreach": "the step goes tensor by tensor, in chunks",
     "fused": "only on a CUDA device is the step one kernel",
-    "capturable": "the step reads its counter on the host",
+    "capturable": "only on a CUDA device can a graph hold a step",
     "differentiable": "the step works in place",
 }
 """torch's choices of implementation, and why there is only one here."""
@@ -53,9 +53,9 @@ def check_torch_options(options: Mapping[str, Any], launches: bool = True) -> di
         if name not in TORCH_FORMS:
             near = _CALLED_OTHERWISE.get(name) or next(iter(get_close_matches(name, _OPTIONS, 1)), "")
             raise TypeError(f"unexpected keyword argument {name!r}" + (f"; did you mean {near}?" if near else ""))
-        if value and not (name == "fused" and launches):
+        if value and not (name in ("fused", "capturable") and launches):
             raise ValueError(f"{name}={value!r} is not supported: {TORCH_FORMS[name]}; leave {name} out")
-    return {"fused": True} if options.get("fused") else {}
+    return {"fused": True} if options.get("fused") or options.get("capturable") else {}
 
 
 def check_learning_rate(lr: float | Tensor) -> None:

@@ -43,8 +43,9 @@ class CollageAdamW(CollageOptimizer):
         seed: of stochastic rounding, by group.
         compiled: on CUDA devices a step is one kernel for all tensors, unless it is False; True compiles the step
             on a CPU, too. Every bit is the eager step's. By group.
-        fused: True counts steps on their CUDA device, so that `torch.amp.GradScaler` waits for no verdict; the step
-            undoes its scale. A learning rate may be a tensor there. By group.
+        fused, capturable: True counts steps on their CUDA device, so that `torch.amp.GradScaler` waits for no
+            verdict (the step undoes its scale), and a CUDA graph may hold a step. A learning rate may be a tensor
+            there. By group.
 
     `plain` in `storage` arithmetic is, bit for bit, torch.optim.AdamW's for-loop. Other options mean what they mean
     there. Raises ValueError, TypeError or RuntimeError in the same words as torch where torch has them.

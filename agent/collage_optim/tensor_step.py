@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ __all__ = [
     "local_part",
     "longest_chunk",
     "name_in",
+    "refuse_form",
     "sampled",
     "step_tensors",
     "stepped_together",
@@ -135,6 +136,15 @@ def name_in(groups: Sequence[Mapping[str, Any]], parameter: Tensor) -> str:
                 place = f"parameter {index} of group {number}" if names is None else str(names[index])
                 return f"{place} of shape {tuple(parameter.shape)}"
     return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def refuse_form(name: str, was: Form, now: Form) -> NoReturn:
+    """Raise RuntimeError for a parameter that has another dtype, device or shape than its states were made for."""
+    before, after = next(pair for pair in zip(was, now, strict=True) if pair[0] != pair[1])
+    raise RuntimeError(
+        f"{name} has become {after}; its states were made for {before}. Nothing was stepped. Build the optimizer "
+        "after such a change; load_state_dict() then converts old states"
+    )
 
 
 def chunks(tensors: State, size: int) -> Iterator[State]:

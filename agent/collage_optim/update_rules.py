@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -68,7 +68,7 @@ class CountedStep:
         return self.of(pow, beta)
 
 
-@lru_cache(maxsize=64)
+@cache  # Graphs read them.
 def _table(function: Callable[[float, int], float], beta: float, device: torch.device) -> Tensor:
     """The function's values for steps 1, 2, … until 1 − beta^step is 1 in fp64."""
     steps = 1 if beta <= 0 else math.ceil(_LOGARITHM_OF_NOTHING / -math.log(beta)) + 1

@@ -33,11 +33,13 @@ from collage_optim import (
     RuleOptimizer,
     base,
     compiled,
+    device_step,
     update_rules,
 )
 from collage_optim.device_code import Recorder, built, kernel_source
 from collage_optim.integer_codes import stored_value
 from collage_optim.step_totals import GROUP_ROWS, StepTotals, added_by_tensor, groups_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.extension_rule.adabelief_rule import AdaBelief
 from tests.agent.step.test_measurer import totals_of
@@ -321,6 +323,121 @@ def assert_same_after_scaling(optimizers, dtype):
     for members in zip(*(own.param_groups[0]["params"] for own in optimizers), strict=True):
         assert eager.state[members[0]]["step"] == on_device.state[members[1]]["step"]
     assert_same_bits(eager, on_device)
+
+
+class Graph(TorchDispatchMode):
+    """Acts as a CUDA graph on this CPU: notes operations and launches, and carries them out again where they were.
+
+    Unlike a capture it also carries them out the first time. Reading a number, or handing one to the device, ends
+    it, as it would end a capture.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(func), "a captured step reads a number"
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.noted.append((func, args, kwargs, result))
+        return result
+
+    def launched(self, kernel, grid):
+        def launch(*args, **options):
+            with torch.utils._python_dispatch._disable_current_modes():
+                kernel[grid](*args, **options)
+            self.noted.append((kernel[grid], args, options, None))
+
+        return launch
+
+    def replay(self):
+        for func, args, kwargs, result in self.noted:
+            again = func(*args, **kwargs)
+            given = {own.untyped_storage().data_ptr() for own in args if isinstance(own, torch.Tensor)}
+            if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in given:
+                result.copy_(again)
+
+
+@contextlib.contextmanager
+def captured(graph):
+    made = device_step.DeviceStep._kernel
+
+    class Noted:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return graph.launched(self.kernel, grid)
+
+    def noted(*given):
+        kernel, names = made(*given)
+        return Noted(kernel), names
+
+    def refused(*_given):
+        raise AssertionError("a captured step hands numbers to the device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (base, device_step):
+            patch.setattr(module, "capturing", lambda: True)
+        for module in (device_step, update_rules):
+            patch.setattr(module, "from_host", refused)
+        patch.setattr(device_step.DeviceStep, "_kernel", noted)
+        with graph:
+            yield
+
+
+def graphs(seed, part="1"):
+    """A step that a graph took, and its replays: the bits of as many eager steps, with gradients where they were,
+    a rate that is a tensor, and a GradScaler's verdict that skips one."""
+    pairs = list(itertools.product(("AdamW", "Lion", "momentum"), STRATEGIES))
+    for rule, strategy in pairs[int(seed) :: int(part)]:
+        draw = random.Random(f"{seed} {rule} {strategy}")
+        torch.manual_seed(draw.randrange(2**32))
+        kind, own = RULES[rule]
+        options = {**own, **drawn_options(draw, rule), "strategy": strategy}
+        weights = [torch.nn.Parameter((torch.randn(size) * 0.02).bfloat16()) for size in (1, 130, 1040)]
+        with contextlib.suppress(ValueError), kernels(True):
+            eager = kind(like(weights), **options, compiled=False, lr=torch.tensor(1e-3))
+            counted = kind(like(weights), **options, capturable=True, lr=torch.tensor(1e-3))
+            assert_same_from_graph(eager, counted)
+
+
+def assert_same_from_graph(eager, counted):
+    pairs = list(zip(*(own.param_groups[0]["params"] for own in (eager, counted)), strict=True))
+    counted.found_inf, counted.grad_scale = torch.zeros(()), torch.ones(())
+    graph = Graph()
+    for step in range(5):
+        for one, other in pairs:
+            one.grad = (torch.randn(one.shape) * 1e-2).bfloat16()
+            # A graph reads gradients where they were when it was captured.
+            other.grad = one.grad.clone() if step < 2 else other.grad.copy_(one.grad)
+        eager.param_groups[0]["lr"].mul_(0.75)
+        counted.param_groups[0]["lr"].mul_(0.75)
+        counted.found_inf.fill_(step == 3)
+        if step != 3:
+            eager.step()
+        if step == 0:
+            counted.step()
+        elif step == 1:
+            with captured(graph):
+                counted.step()
+        else:
+            graph.replay()
+    assert all(eager.state[one]["step"] == counted.state[other]["step"] for one, other in pairs)
+    assert_same_bits(eager, counted)
+
+
+def first_in_a_graph():
+    """A first step makes states and tables, which no graph can hold: said before anything is changed."""
+    (weight,) = members = [torch.nn.Parameter(torch.ones(64).bfloat16())]
+    weight.grad = torch.ones_like(weight)
+    with kernels(True):
+        optimizer = CollageAdamW(members, capturable=True)
+        with pytest.raises(RuntimeError, match="take one before"), captured(Graph()):
+            optimizer.step()
+        assert not optimizer.state
+        optimizer.step()
 
 
 OPERATIONS: dict[str, Any] = {
