@@ -31,8 +31,8 @@ class TorchForms(TypedDict, total=False):
 
 TORCH_FORMS = {
     "foreach": "the step goes tensor by tensor, in chunks",
-    "fused": "only on a CUDA device is the step one kernel",
     "capturable": "only on a CUDA device can a graph hold a step",
+    "fused": "only on a CUDA device is the step one kernel",
     "differentiable": "the step works in place",
 }
 """torch's choices of implementation, and why there is only one here."""
@@ -55,7 +55,8 @@ def check_torch_options(options: Mapping[str, Any], launches: bool = True) -> di
             raise TypeError(f"unexpected keyword argument {name!r}" + (f"; did you mean {near}?" if near else ""))
         if value and not (name in ("fused", "capturable") and launches):
             raise ValueError(f"{name}={value!r} is not supported: {TORCH_FORMS[name]}; leave {name} out")
-    return {"fused": True} if options.get("fused") or options.get("capturable") else {}
+    graphed = {"capturable": True} if options.get("capturable") else {}
+    return {"fused": True, **graphed} if graphed or options.get("fused") else {}
 
 
 def check_learning_rate(lr: float | Tensor) -> None:

@@ -99,7 +99,7 @@ def load(
         group.update(_merged(options, group))
         for name in TORCH_FORMS:
             group.pop(name, None)
-        group.update({"fused": True} if options.get("fused") else {})
+        group.update({name: True for name in TORCH_FORMS if options.get(name)})
         states = [seen["state"].get(number) for number in saved["params"]]
         note_conversion(group, saved.get("strategy"), [state for state in states if state])
         for parameter, original in zip(group["params"], states, strict=True):
