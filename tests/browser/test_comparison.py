@@ -90,7 +90,7 @@ def test_another_metric_and_other_strategies_stand_in_the_address_and_come_back_
     page.get_by_role("option", name="Collage plus").click()
     chosen = "new URLSearchParams(location.search).getAll('pair').includes('Collage plus · bfloat16')"
     page.wait_for_function(chosen)
-    said.get_by_text("more than").wait_for()
+    said.get_by_text("Collage plus · bfloat16").wait_for()
     told = said.inner_text()
     page.locator("#compare-metric").click()
     page.get_by_role("option", name="Weight norm").click()

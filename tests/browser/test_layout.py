@@ -103,7 +103,7 @@ def test_a_page_without_a_server_or_without_runs_can_be_used_by_everyone(lonely,
     page.get_by_text("collage-monitor up", exact=True).wait_for()  # At this width, too.
     with server:
         page.get_by_text("No runs yet").wait_for()
-        page.get_by_text("make demo").wait_for()
+        page.get_by_text("collage-monitor demo").wait_for()
         assert serious_violations(page, width) == []
         for path in ("/", "/compare", "/incidents"):
             said = "No alert has fired here" if path == "/incidents" else "No runs yet"

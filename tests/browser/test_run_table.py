@@ -84,7 +84,7 @@ def test_columns_are_chosen_ordered_and_kept_in_the_address(watched):
     page = watched.page
     page.goto(f"{watched.url}/runs")
     page.locator(".run-cell").first.wait_for()
-    page.locator("summary", has_text="Columns").click()
+    page.locator("#page summary", has_text="Columns").click()
     page.get_by_role("textbox", name="Columns, in order").fill("optimizer.lr")
     page.keyboard.press("Enter")
     cell = page.locator(".ag-row .ag-cell[col-id='optimizer.lr']")
@@ -101,7 +101,7 @@ def test_columns_are_chosen_ordered_and_kept_in_the_address(watched):
     page.goto(f"{watched.url}/?column=optimizer.lr&column=health")
     cell.first.wait_for()
     assert heads(page) == ["name", "optimizer.lr", "health"]
-    page.locator("summary", has_text="Columns").click()
+    page.locator("#page summary", has_text="Columns").click()
     page.get_by_role("textbox", name="Columns, in order").click()
     page.keyboard.press("Backspace")
     page.wait_for_function("!location.search.includes('column=health')")
@@ -118,6 +118,7 @@ def test_conditions_narrow_the_table_and_one_that_cannot_be_read_says_what_to_wr
     page = watched.page
     page.goto(f"{watched.url}/runs")
     becomes(page, [*RATES, "bare"])
+    page.get_by_text("Filters", exact=True).click()
     conditions = page.get_by_role("textbox", name="Conditions on columns and entries")
     conditions.fill("optimizer.lr >= 1e-3")
     page.keyboard.press("Enter")

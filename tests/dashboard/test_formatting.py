@@ -81,7 +81,8 @@ def test_a_metric_has_one_form_on_every_page(key, value, text):
 
 
 FOR_MACHINES = {"view.py": {".15g", "g"}, "figures/heatmap.py": {".6g"}, "figures/style.py": {"g"}}
-"""An address, what a figure is rounded to, and a colour's opacity."""
+FOR_MACHINES["figures/picture.py"] = {",.6g", ".1f", "g"}
+"""An address, what a figure is rounded to, a colour's opacity, and where the parts of a picture stand."""
 WITHOUT_A_METRIC = {
     "pages/run_marks.py": {"g"},
     "pages/run_layers.py": {"g"},
