@@ -118,6 +118,36 @@ def test_a_loss_scaler_waits_for_nothing_and_the_bits_are_those_of_unscaled_grad
     assert_same_bits(eager, counted)
 
 
+@pytest.mark.parametrize("strategy", ["plus", "split-master-8bit"])
+def test_replays_of_a_graph_have_the_bits_of_eager_steps(strategy):
+    pairs = []
+    forms: list[dict[str, Any]] = [{"compiled": False}, {"capturable": True}]
+    for options in forms:
+        members = [torch.nn.Parameter(member.detach().cuda()) for member in parameters()]
+        rate = torch.tensor(1e-3, device="cuda")
+        pairs.append((members, CollageAdamW(members, lr=rate, strategy=strategy, seed=7, **options)))
+        give_gradients(members, step=0)
+        pairs[-1][1].step()
+    (members, eager), (captured, counted) = pairs
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counted.step()
+    for step in range(1, 5):
+        give_gradients(members, step=step)
+        for one, other in zip(members, captured, strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            other.grad.copy_(one.grad)
+        for optimizer in (eager, counted):
+            optimizer.param_groups[0]["lr"].mul_(0.75)
+        eager.step()
+        graph.replay()
+    for one, other in zip(members, captured, strict=True):
+        assert eager.state[one]["step"].item() == counted.state[other]["step"].item() == 5
+        counted.state[other]["step"] = counted.state[other]["step"].cpu()
+    assert_same_bits(eager, counted)
+
+
 @pytest.mark.parametrize("strategy", ["plus", "split-master"])
 def test_writes_on_the_device_are_seen_without_waiting(strategy):
     """One in place; the same bits in other memory are none."""
