@@ -13,7 +13,7 @@ STATEMENTS = {
     "compare": 15,
     "latest": 8,
     "worst": 9,
-    "metrics": 5,
+    "metrics": 6,
     "overview": 17,
 }
 """SQL statements of a question about one run, a second after its last report."""

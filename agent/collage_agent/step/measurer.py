@@ -247,7 +247,9 @@ class StepMeasurer:
         whole = self._kernel.tables(self.watched)
         found = self._after_sample(optimizer, scale, counterfactuals) if self._takes_sample else []
         self._note_coverage(found, whole)
-        found = [nan_where_skipped(skipped, part) for part in (*found, *whole)]
+        found += whole
+        if skipped is not None:
+            found = [nan_where_skipped(skipped, part) for part in found]
         if not self._takes_sample:
             return found
         if self._rotates:
