@@ -16,10 +16,10 @@ from collage_monitor.wire.overview import NO_PROBLEM
 __all__ = [
     "CAVEATS",
     "GRAVITY",
-    "gravity",
     "Health",
     "NO_PROBLEM",
     "WORDS_VERSION",
+    "gravity",
     "is_named_by_group",
     "oracle_reach",
     "orphans",
