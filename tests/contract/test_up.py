@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from collage_monitor.command.up import Services, up
+from collage_monitor.errors import CollageError
 from collage_monitor.local import local_server
 from tests.ports import free_port
 
@@ -22,7 +23,7 @@ def test_a_port_in_use_is_named(tmp_path, option):
         port = taken.getsockname()[1]
         ports = (port, free_port()) if option == "--port" else (free_port(), port)
         with (
-            pytest.raises(click.ClickException, match=f"127.0.0.1:{port} .* another {option}"),
+            pytest.raises(CollageError, match=f"127.0.0.1:{port} .* another {option}"),
             Services(tmp_path, *ports),
         ):
             pytest.fail("services started")
