@@ -107,7 +107,7 @@ def _echo_table(names: Sequence[str], rows: Sequence[wire.RunRow], cells: Any) -
 @click.command("show")
 @server_options
 @click.argument("run")
-@click.option("--all", "shows_all", is_flag=True, help="All numbers, under their keys.")
+@click.option("--all", "shows_all", is_flag=True, help="The whole judgement, and all numbers under their keys.")
 def show(server_url: str, token: str | None, as_json: bool, run: str, shows_all: bool) -> None:
     """Say what is wrong with RUN, where and since when, and what to try.
 
@@ -129,7 +129,8 @@ def show(server_url: str, token: str | None, as_json: bool, run: str, shows_all:
         click.echo(wire.encode_json(answers).decode())
         return
     click.echo(f"{printable(found.name)}: {coloured(judged.health, judged.health)}")
-    for text in (judged.headline if judged.against else "", judged.text if shows_all else "", judged.advised):
+    further = judged.text if shows_all or not judged.against else ""
+    for text in (judged.headline if judged.against else "", further, judged.advised):
         if text:
             click.echo(f"  {printable(text)}")
     kept = strategy_title(found.watch.shown_strategy, found.watch.dtype) if found.watch else "not watched"
@@ -150,7 +151,17 @@ def _print_numbers(judged: wire.Overview, latest: wire.Latest) -> None:
         if key in judged.numbers
     ]
     if rows:
-        click.echo(table(("", f"steps {judged.first_step} to {judged.last_step}", "now"), rows))
+        click.echo(
+            table(
+                (
+                    "",
+                    (f"steps {judged.first_step} to " if judged.first_step != judged.last_step else "step ")
+                    + str(judged.last_step),
+                    "now",
+                ),
+                rows,
+            )
+        )
     for name in _LOSSES:
         if (logged := latest.scalars.get(name)) is not None:
             click.echo(f"{name.replace('_', ' ')} {value_text(name, logged.value)} at step {logged.step}")

@@ -107,8 +107,10 @@ def check_terminal(there, monkeypatch, new_client):
     assert shown.exit_code == 0, shown.output
     assert checked.exit_code == int(bool(there.against)), checked.output
     assert f"teps {there.last_step} to {there.last_step}" not in shown.output
-    for answer in (shown.output, checked.output):
-        for told in (there.health, there.headline if there.against else "", there.text, there.advised):
+    said = there.headline if there.against else there.text
+    assert there.text in terminal("show", "--all").output
+    for answer in (shown.output, terminal("show", "--all").output, checked.output):
+        for told in (there.health, said, there.advised):
             assert told in answer
 
 
