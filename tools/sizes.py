@@ -28,12 +28,12 @@ USUAL_FUNCTION, LONGEST_FUNCTION, USUAL_SHARE = 40, 100, 0.95
 SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
-    "collage_monitor": 15204,
-    "collage_agent": 24044,
+    "collage_monitor": 15215,
+    "collage_agent": 24046,
     "collage_optim": 7055,
     "collage_server": 25676,
     "collage_dashboard": 9872,
-    "tests": 77128,
+    "tests": 77131,
     "words of pages": 50836,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
