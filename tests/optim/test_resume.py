@@ -28,7 +28,7 @@ def refusal(rule, strategy, dtype, arithmetic):
     if STRATEGIES[strategy].is_coded and arithmetic == "storage":
         return f"strategy '{strategy}' keeps other bits than those: leave arithmetic out"
     if dtype in (torch.float32, torch.float64) and strategy != "plain":
-        return "is for bfloat16 and float16 parameters"
+        return "is for bfloat16( and float16)? parameters"
     if STRATEGIES[strategy].is_coded and dtype == torch.float16:
         return "use bfloat16 parameters, or strategy 'master-weights'"
     if strategy == "plus" and rule in ("SGD", "Lion"):
