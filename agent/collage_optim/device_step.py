@@ -43,7 +43,8 @@ __all__ = [
     "counted",
     "launches",
     "step_source",
-    "totals_source",
+    "stream_of",
+    "table",
 ]
 
 WARPS: Final = 4
@@ -158,32 +159,32 @@ class DeviceStep:
         """
         device, asked = columns["parameter"][0].device, step.asked
         kernel, names = self._kernel(columns["gradient"][0].dtype, asked is not None, step.counted is not None)
-        here = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+        here = stream_of(device)
         places_of = {name: list(map(Tensor.data_ptr, column)) for name, column in columns.items()}
         rows = [array("q", own).tobytes() for own in places_of.values()]
         rows.append(array("q", list(map(Tensor.numel, columns["parameter"]))).tobytes())
         tables = [
             _made_in_graph(places_of[name], device)
             if name == "gradient" and capturing()
-            else _table(here, (row,), _row_table, row, device)
+            else table(here, (row,), _row_table, row, device)
             for name, row in zip((*columns, "sizes"), rows, strict=True)
         ]
-        tables.append(_table(here, (rows[-1], which), _source_table, sources, device))
+        tables.append(table(here, (rows[-1], which), _source_table, sources, device))
         if step.counted is not None:
             numbers = _counted_numbers(step, places)
         else:
             scalars = torch.tensor([float(own) for own in step.scalars.values()], dtype=wide_dtype(step.dtype))
             turned = 0 if step.seeding is None else step.seeding.rotation
-            numbers = from_host(scalars, device), _table(here, (turned,), _turned_table, turned, device)
+            numbers = from_host(scalars, device), table(here, (turned,), _turned_table, turned, device)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             for alignment, chosen in _kept(tuple(rows), _by_alignment, rows):
-                chunks = _table(here, (rows[-1], chosen.tobytes()), _chunk_table, rows[-1], chosen, device)
+                chunks = table(here, (rows[-1], chosen.tobytes()), _chunk_table, rows[-1], chosen, device)
                 launch = partial(kernel[(len(chunks),)], *tables, chunks, *numbers, ALIGNED=alignment)
                 if asked is None:
                     launch(**OPTIONS)
                     continue
                 content = (rows[-1], chosen.tobytes(), "groups")
-                groups = _table(here, content, _group_tables, rows[-1], chosen, device)
+                groups = table(here, content, _group_tables, rows[-1], chosen, device)
                 owners = members if places is None else [members[place] for place in places]
                 stepped = [owner.parameter for owner, own in zip(owners, chosen, strict=True) if own]
                 sums = _added(launch, asked, len(chunks), columns_of(names), groups)
@@ -197,7 +198,7 @@ class DeviceStep:
         """The kernel of gradients of that dtype, and the names of its sums, if it `adds` some up."""
         found = self._kernels.get((gradient, adds, is_counted))
         if found is None:
-            source, names = _source(self._form, gradient, adds=adds, is_counted=is_counted)
+            source, names = step_source(self._form, gradient, adds=adds, is_counted=is_counted)
             found = self._kernels[gradient, adds, is_counted] = built(_NAME, source), names
         return found
 
@@ -259,23 +260,14 @@ def _counted_numbers(step: Step, places: list[int] | None) -> tuple[Tensor, Tens
     return rows[own], turned[own]
 
 
-def step_source(step: Step, gradient: torch.dtype, *, is_counted: bool = False) -> str:
-    """The kernel of a step, of gradients of that dtype. Raises `UnsupportedOperation`.
-
-    is_counted: its numbers are in a row for each tensor, and it undoes the scale of the gradients, as
-    `torch.amp.GradScaler.unscale_` does.
-    """
-    return _source(step, gradient, is_counted=is_counted)[0]
-
-
-def totals_source(step: Step, gradient: torch.dtype) -> tuple[str, tuple[str, ...]]:
-    """The kernel of a step that adds up totals, and the sums' names, in order. Raises `UnsupportedOperation`."""
-    return _source(step, gradient, adds=True)
-
-
-def _source(
+def step_source(
     step: Step, gradient: torch.dtype, *, adds: bool = False, is_counted: bool = False
 ) -> tuple[str, tuple[str, ...]]:
+    """The kernel of a step, of gradients of that dtype, and the names of the sums that it `adds` up, in order.
+
+    is_counted: its numbers are in a row for each tensor, and it undoes the scale of the gradients, as
+    `torch.amp.GradScaler.unscale_` does. Raises `UnsupportedOperation`.
+    """
     wide = wide_dtype(step.dtype)
     components = _components(step, gradient)
     scalars = {name: torch.empty((), dtype=wide, device="meta") for name in step.scalars}
@@ -385,8 +377,13 @@ def _kept(key: tuple[Any, ...], make: Callable[..., Any], *given: Any) -> Any:
     return found
 
 
-def _table(here: tuple[Any, ...], content: tuple[Any, ...], make: Callable[..., Any], *given: Any) -> Any:
-    """A table on the device, or several, that was sent before or is sent now. here: device and stream.
+def stream_of(device: torch.device) -> tuple[torch.device, int]:
+    """The device and its current stream, in whose order a table is sent and read."""
+    return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def table(here: tuple[Any, ...], content: tuple[Any, ...], make: Callable[..., Any], *given: Any) -> Any:
+    """A table on the device, or several, that was sent before or is sent now. here: `stream_of` a device.
 
     A graph takes one that any stream had before: whoever captures has waited for those.
     """
@@ -401,6 +398,6 @@ def _table(here: tuple[Any, ...], content: tuple[Any, ...], make: Callable[..., 
 
 def _made_in_graph(addresses: list[int], device: torch.device) -> Tensor:
     """Addresses of gradients, which a capture makes, as numbers within the graph: it reads no host's memory."""
-    table = torch.zeros(len(addresses), dtype=torch.int64, device=device)
-    torch._foreach_add_(list(table.unbind()), addresses)
-    return table
+    found = torch.zeros(len(addresses), dtype=torch.int64, device=device)
+    torch._foreach_add_(list(found.unbind()), addresses)
+    return found

@@ -15,7 +15,7 @@ from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.command.server import find_run, open_client, server_options
 from collage_monitor.command.terminal import clock, coloured, cut, number, printable, table, value_text
-from collage_monitor.diagnosis import NO_PROBLEM, gravity
+from collage_monitor.diagnosis import NO_PROBLEM
 from collage_monitor.metrics import METRICS, preferred_state, split_key
 from collage_monitor.recommendation import recommendation
 from collage_monitor.strategies import strategy_title
@@ -60,10 +60,11 @@ def list_runs(
     for run in page.damaged:
         click.echo(f"left out: {printable(run.message)}", err=True)
     if page.rows or page.damaged:
-        rows = sorted(page.rows, key=lambda row: gravity(row.overview.health if row.overview else "unknown"))
         sick = sum(count for word, count in page.healths.items() if word and word not in NO_PROBLEM)
         click.echo(f"{sick} of {page.total} {'run is' if page.total == 1 else 'runs are'} sick.")
-        _echo_table(("name", "strategy", "verdict", "worst layer", "since", *_NUMBERS, "step", "run"), rows, _row)
+        _echo_table(
+            ("name", "strategy", "verdict", "worst layer", "since", *_NUMBERS, "step", "run"), page.rows, _row
+        )
         if (more := page.total - len(page.rows) - len(page.damaged)) > 0:
             click.echo(f"{more} more; --limit shows more of them")
         if page.worst is not None:
@@ -151,17 +152,8 @@ def _print_numbers(judged: wire.Overview, latest: wire.Latest) -> None:
         if key in judged.numbers
     ]
     if rows:
-        click.echo(
-            table(
-                (
-                    "",
-                    (f"steps {judged.first_step} to " if judged.first_step != judged.last_step else "step ")
-                    + str(judged.last_step),
-                    "now",
-                ),
-                rows,
-            )
-        )
+        first, last = judged.first_step, judged.last_step
+        click.echo(table(("", f"step {last}" if first == last else f"steps {first} to {last}", "now"), rows))
     for name in _LOSSES:
         if (logged := latest.scalars.get(name)) is not None:
             click.echo(f"{name.replace('_', ' ')} {value_text(name, logged.value)} at step {logged.step}")

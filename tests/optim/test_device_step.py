@@ -50,7 +50,7 @@ def test_every_rule_with_every_strategy_has_the_eager_steps_bits(seed, part):
     ("seed", "part"), [(0, 5), *(pytest.param(seed, 1, marks=pytest.mark.nightly) for seed in range(3))]
 )
 def test_steps_counted_on_a_device_have_the_bits_of_unscaled_gradients(seed, part):
-    run_with_triton(WITH_TRITON, "scaled", str(seed), str(part), interpreted=True)
+    assert int(run_with_triton(WITH_TRITON, "scaled", str(seed), str(part), interpreted=True)) > 40 / part
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_steps_counted_on_a_device_have_the_bits_of_unscaled_gradients(seed, par
     ("seed", "part"), [(0, 5), *(pytest.param(seed, 1, marks=pytest.mark.nightly) for seed in range(2))]
 )
 def test_replays_of_a_graph_have_the_bits_of_eager_steps(seed, part):
-    run_with_triton(WITH_TRITON, "graphs", str(seed), str(part), interpreted=True)
+    assert int(run_with_triton(WITH_TRITON, "graphs", str(seed), str(part), interpreted=True)) > 30 / part
 
 
 @pytest.mark.slow

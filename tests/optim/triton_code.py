@@ -19,7 +19,7 @@ import torch
 import triton
 from collage_optim import CollageAdamW, CollageLion, CollageSGD
 from collage_optim.device_code import CHUNK_ELEMENTS, built
-from collage_optim.device_step import OPTIONS, OPTIONS_OF_TOTALS, WARPS, step_source, totals_source
+from collage_optim.device_step import OPTIONS, OPTIONS_OF_TOTALS, WARPS, step_source
 from collage_optim.strategies import strategy_named
 from triton.backends.compiler import GPUTarget
 
@@ -45,8 +45,8 @@ def compiled_ahead(rule, strategy, target, form):
     optimizer = RULES[rule]([torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))], strategy=strategy, seed=1)
     group = optimizer.param_groups[0]
     step = optimizer._step(group, strategy_named(strategy), False, 1, torch.bfloat16, torch.device("cpu"))
-    with_totals, names = totals_source(step, torch.bfloat16)
-    kernel = built("step", with_totals if form == "totals" else step_source(step, torch.bfloat16))
+    with_totals, names = step_source(step, torch.bfloat16, adds=True)
+    kernel = built("step", with_totals if form == "totals" else step_source(step, torch.bfloat16)[0])
     signature = {name: _POINTED.get(name, "*i64") for name in kernel.arg_names} | {"ALIGNED": "constexpr"}
     pointers = [(place,) for place, name in enumerate(kernel.arg_names) if name != "ALIGNED"]
     source = triton.compiler.ASTSource(

@@ -10,7 +10,6 @@ PART is a function of this module, and what follows its arguments.
 
 import contextlib
 import functools
-import itertools
 import logging
 import math
 import random
@@ -115,33 +114,39 @@ def eager_and_kernel(make, weights, steps, gradient_dtype):
     return optimizers
 
 
-def law(seed, part="1"):
-    """Every rule with every strategy: the kernel's bits are the eager step's. The seed draws all else.
+def drawn_pairs(seed, part, rules=RULES):
+    """Each rule with each strategy: what is drawn by the seed, and the optimizer's class and options.
 
     part: a number; of the pairs, one in so many is looked at, so that each rule and each strategy comes up.
     """
-    found = 0
-    for number, (rule, (kind, own)) in enumerate(RULES.items()):
+    for number, rule in enumerate(rules):
         for place, strategy in enumerate(STRATEGIES):
             if (number + place + int(seed)) % int(part):
                 continue
             draw = random.Random(f"{seed} {rule} {strategy}")
             torch.manual_seed(draw.randrange(2**32))
-            options = {**own, **drawn_options(draw, rule), "strategy": strategy}
-            for dtype in drawn_dtypes(draw, strategy):
-                weights = drawn_weights(draw, dtype)
-                with contextlib.suppress(ValueError):  # Pairs that do not exist, and weights that cannot be kept.
-                    kind(like(weights), **options)
-                    break
-            else:
-                continue
-            gradients = dtype if dtype == torch.float64 else draw.choice((dtype, torch.float32))
-            make = functools.partial(kind, **options)
-            try:
-                assert_same_bits(*eager_and_kernel(make, weights, 2, gradients))
-            except Exception as error:
-                raise AssertionError(f"{rule}, {options}, {dtype}, gradients in {gradients}") from error
-            found += 1
+            kind, own = RULES[rule]
+            yield draw, rule, kind, {**own, **drawn_options(draw, rule), "strategy": strategy}
+
+
+def law(seed, part="1"):
+    """Every rule with every strategy: the kernel's bits are the eager step's. The seed draws all else."""
+    found = 0
+    for draw, rule, kind, options in drawn_pairs(seed, part):
+        for dtype in drawn_dtypes(draw, options["strategy"]):
+            weights = drawn_weights(draw, dtype)
+            with contextlib.suppress(ValueError):  # Pairs that do not exist, and weights that cannot be kept.
+                kind(like(weights), **options)
+                break
+        else:
+            continue
+        gradients = dtype if dtype == torch.float64 else draw.choice((dtype, torch.float32))
+        make = functools.partial(kind, **options)
+        try:
+            assert_same_bits(*eager_and_kernel(make, weights, 2, gradients))
+        except Exception as error:
+            raise AssertionError(f"{rule}, {options}, {dtype}, gradients in {gradients}") from error
+        found += 1
     sys.stdout.write(f"{found}\n")
 
 
@@ -219,22 +224,15 @@ def by_kernel(optimizer):
 def totals(seed, part="1"):
     """What kernels add up is what the agent measures of whole tensors after eager steps."""
     found = 0
-    for number, (rule, (kind, own)) in enumerate(RULES.items()):
-        for place, strategy in enumerate(STRATEGIES):
-            if (number + place + int(seed)) % int(part):
-                continue
-            draw = random.Random(f"{seed} {rule} {strategy}")
-            torch.manual_seed(draw.randrange(2**32))
-            options = {**own, **drawn_options(draw, rule), "strategy": strategy}
-            weights = drawn_weights(draw, torch.bfloat16)
-            weights = [weight for weight in weights if weight.numel() and weight.is_contiguous()]
-            weights.append(torch.nn.Parameter((torch.randn(2_100) * 0.02).bfloat16()))
-            with contextlib.suppress(ValueError):
-                kind(like(weights), **options)
-                given = gradients_for(draw, weights)
-                seen = totals_beside_the_agents(kind, options, weights, given, (rule, options), by_kernel)
-                assert seen == 2 * len(weights)
-                found += seen
+    for draw, rule, kind, options in drawn_pairs(seed, part):
+        weights = drawn_weights(draw, torch.bfloat16)
+        weights = [weight for weight in weights if weight.numel() and weight.is_contiguous()]
+        weights.append(torch.nn.Parameter((torch.randn(2_100) * 0.02).bfloat16()))
+        if eager_of(kind, weights, options) is not None:
+            given = gradients_for(draw, weights)
+            seen = totals_beside_the_agents(kind, options, weights, given, (rule, options), by_kernel)
+            assert seen == 2 * len(weights)
+            found += seen
     sys.stdout.write(f"{found}\n")
 
 
@@ -283,23 +281,25 @@ def scaled(seed, part="1"):
     """Steps counted on a device, under a GradScaler that skips one, of rates that are tensors there: the bits of
     eager steps after `unscale_`. A parameter has no gradient at first, so that counters differ, but not with random
     bits: eager steps join small tensors by their counters, which a host does not know here."""
-    pairs = list(itertools.product(("AdamW", "Lion", "momentum", "Nesterov"), STRATEGIES))
-    for rule, strategy in pairs[int(seed) :: int(part)]:
-        draw = random.Random(f"{seed} {rule} {strategy}")
-        torch.manual_seed(draw.randrange(2**32))
-        kind, own = RULES[rule]
-        options = {**own, **drawn_options(draw, rule), "strategy": strategy}
+    found = 0
+    for draw, rule, kind, options in drawn_pairs(seed, part, ("AdamW", "Lion", "momentum", "Nesterov")):
         weights = drawn_weights(draw, torch.bfloat16)
-        optimizers = []
-        for device_is_there in (False, True):
-            with kernels(device_is_there), contextlib.suppress(ValueError):
-                given = {**options, "lr": torch.tensor(1e-3), "fused": device_is_there}
-                optimizers.append(kind(like(weights), **given))
-        if len(optimizers) == 2:
+        if (eager := eager_of(kind, weights, options)) is not None:
+            with kernels(True):
+                counted = kind(like(weights), **options, lr=torch.tensor(1e-3), fused=True)
             try:
-                assert_same_after_scaling(optimizers, draw.choice((torch.bfloat16, torch.float32)))
+                assert_same_after_scaling((eager, counted), draw.choice((torch.bfloat16, torch.float32)))
             except Exception as error:
                 raise AssertionError(f"{rule}, {options}") from error
+            found += 1
+    sys.stdout.write(f"{found}\n")
+
+
+def eager_of(kind, weights, options):
+    """An optimizer whose steps no kernel makes, its rate a tensor; None: there is no such pair."""
+    with contextlib.suppress(ValueError), kernels(False):
+        return kind(like(weights), **options, lr=torch.tensor(1e-3), compiled=False)
+    return None
 
 
 def assert_same_after_scaling(optimizers, dtype):
@@ -390,17 +390,18 @@ def captured(graph):
 def graphs(seed, part="1"):
     """A step that a graph took, and its replays: the bits of as many eager steps, with gradients where they were,
     a rate that is a tensor, and a GradScaler's verdict that skips one."""
-    pairs = list(itertools.product(("AdamW", "Lion", "momentum"), STRATEGIES))
-    for rule, strategy in pairs[int(seed) :: int(part)]:
-        draw = random.Random(f"{seed} {rule} {strategy}")
-        torch.manual_seed(draw.randrange(2**32))
-        kind, own = RULES[rule]
-        options = {**own, **drawn_options(draw, rule), "strategy": strategy}
+    found = 0
+    for _, rule, kind, options in drawn_pairs(seed, part, ("AdamW", "Lion", "momentum")):
         weights = [torch.nn.Parameter((torch.randn(size) * 0.02).bfloat16()) for size in (1, 130, 1040)]
-        with contextlib.suppress(ValueError), kernels(True):
-            eager = kind(like(weights), **options, compiled=False, lr=torch.tensor(1e-3))
-            counted = kind(like(weights), **options, capturable=True, lr=torch.tensor(1e-3))
-            assert_same_from_graph(eager, counted)
+        if (eager := eager_of(kind, weights, options)) is not None:
+            with kernels(True):
+                counted = kind(like(weights), **options, lr=torch.tensor(1e-3), capturable=True)
+                try:
+                    assert_same_from_graph(eager, counted)
+                except Exception as error:
+                    raise AssertionError(f"{rule}, {options}") from error
+            found += 1
+    sys.stdout.write(f"{found}\n")
 
 
 def assert_same_from_graph(eager, counted):

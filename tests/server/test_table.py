@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from collage_server.store import schema
+from collage_server.store.row_checks import update_rows
 from collage_server.store.row_helpers import to_json
 from collage_server.summariser import MADE_BY
 from sqlalchemy import select
@@ -156,9 +157,23 @@ def test_the_run_that_has_most_against_it_speaks_for_its_group(server, seeds, sa
         for run, (health, edq) in said.items():
             text = to_json(wire.Overview(run_id=run, health=health or "unknown", headline=f"headline of {run}"))
             values = {"health": health, "edq_ratio": edq, "overview": text}
-            connection.execute(overview.update().where(run_id == run).values(**values))
+            update_rows(connection, overview, values, run_id == run)
     [row] = [entry.group for entry in groups(server, by="group").rows if entry.group.groups == ["low"]]
     assert row.headline == f"headline of {speaks}"
+
+
+@pytest.mark.slow
+def test_runs_and_groups_stand_by_how_grave_their_health_is(server, seeds):
+    """By the letter, decay that is lost came behind healthy runs, and runs that are not known before sick ones."""
+    said = {"a0": "healthy", "a1": "unknown", "a2": "decay is lost", "b0": "not finite", "c0": None}
+    overview, run_id = schema.run_summary, schema.run_summary.c.run_id
+    with server.app.state.collage.store.writing() as connection:
+        for run, health in said.items():
+            update_rows(connection, overview, {"health": health}, run_id == run)
+    graver = {"sort": "health", "descending": "true"}
+    assert ids(table(server, **graver)) == ["b0", "a2", "a1", "a0", "c0"]
+    assert ids(table(server, sort="health", descending="false")) == ["a0", "a1", "a2", "b0", "c0"]
+    assert listed(groups(server, by="group", **graver)) == [["b0"], ["a2", "a1", "a0"], ["c0"]]
 
 
 @pytest.mark.slow

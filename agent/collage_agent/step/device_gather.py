@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from threading import Thread
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 from collage_optim.device_code import built
-from collage_optim.device_step import OPTIONS, launches
+from collage_optim.device_step import OPTIONS, launches, stream_of, table
 from collage_optim.from_host import from_host
 from collage_optim.tensor_step import local_part
 from numpy.typing import NDArray
@@ -34,7 +34,6 @@ _BLOCKS: Final = 128
 """Blocks that one program of the kernel copies."""
 _LANES: Final = 8
 _WORDS: Final = (8, 4, 2, 1)
-_MOST_TABLES: Final = 16
 _HEADER: Final = 2
 
 
@@ -135,7 +134,6 @@ class DeviceGather:
         self._starts = np.array([start or 0 for start in starts], dtype=np.int64)
         self._is_part = np.array([start is not None for start in starts], dtype=np.bool_)
         self._orders = None if set(orders) <= {None} else list(orders)
-        self._tables: dict[bytes, Tensor] = {}
 
     def fill(self, columns: Sequence[tuple[Sequence[Any], Tensor]]) -> list[bool]:
         """Fill buffers [slots], each with the blocks of its tensors; returns which of them were filled.
@@ -155,7 +153,7 @@ class DeviceGather:
         grid = -(-len(self._host_numbers) // _BLOCKS), len(found)
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                kernel[grid](self._sent(np.stack(found)), self._sizes, self._tensors, self._numbers, **OPTIONS)
+                kernel[grid](_sent(np.stack(found), device), self._sizes, self._tensors, self._numbers, **OPTIONS)
         except Exception as error:
             _give_up(device, error)
             return none
@@ -190,17 +188,6 @@ class DeviceGather:
         bits |= np.bitwise_or.reduce(sizes, axis=None) | np.bitwise_or.reduce(items * self._block) | _WORDS[0]
         return int(bits & -bits)
 
-    def _sent(self, rows: NDArray[np.int64]) -> Tensor:
-        """The table on the device. Weights and states keep their addresses, and gradients have few."""
-        key = rows.tobytes()
-        table = self._tables.pop(key, None)
-        if table is None:
-            table = from_host(rows, self._tensors.device)
-            if len(self._tables) >= _MOST_TABLES:
-                del self._tables[next(iter(self._tables))]
-        self._tables[key] = table
-        return table
-
     @cached_property
     def _sizes(self) -> Tensor:
         head = [len(self._host_numbers), self._block, len(self._elements)]
@@ -209,3 +196,8 @@ class DeviceGather:
     @cached_property
     def _numbers(self) -> Tensor:
         return from_host(self._host_numbers, self._tensors.device)
+
+
+def _sent(rows: NDArray[np.int64], device: torch.device) -> Tensor:
+    """The table on the device. Weights and states keep their addresses, and gradients have few."""
+    return cast(Tensor, table(stream_of(device), ("gather", rows.tobytes()), from_host, rows, device))

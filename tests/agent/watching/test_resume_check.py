@@ -474,26 +474,6 @@ def test_a_step_that_a_loss_scaler_skips_does_not_make_a_counter_stand_still():
     assert handle.info.resume_losses == []
 
 
-@pytest.mark.parametrize("trained_in", [torch.float32, BF16], ids=["rounded", "widened"])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_wide_weights_that_begin_as_16_bit_numbers_beside_wider_averages_are_told(dtype, trained_in):
-    """Told was "healthy": master weights that are the parameters were built anew from the model's 16-bit ones.
-    Weights that were trained in 16 bits and widened since have averages of 16 bits."""
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64).to(dtype if trained_in is BF16 else trained_in)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-    trained(model, optimizer, 20)
-    resumed = copy.deepcopy(model).to(dtype).float()
-    loaded = torch.optim.AdamW(resumed.parameters(), lr=1e-3, eps=1e-4)
-    loaded.load_state_dict(optimizer.state_dict())
-    handles = [watch(own, by, every=1, budget=None) for own, by in ((resumed, loaded), (model, optimizer))]
-    for own, by in ((resumed, loaded), (model, optimizer)):
-        trained(own, by, 2)
-    told = [f"as a {str(dtype)[6:]} number after 20 steps" in str(handle) for handle in handles]
-    assert told == [trained_in is torch.float32, False]
-    assert all(handle.info.resume_losses == [] for handle in handles)
-
-
 def test_of_what_came_through_whole_the_first_tensors_are_read(monkeypatch):
     read = []
     sample = kept_states.sample

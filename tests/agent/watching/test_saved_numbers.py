@@ -7,11 +7,13 @@ import copy
 import collage_agent as collage
 import pytest
 import torch
+from collage_agent.handle import watch
 from collage_agent.optim import CollageAdamW
 from collage_agent.watching import saved_numbers
 from collage_agent.watching.saved_numbers import SavedNumbers
 from torch import nn
 
+from tests.agent.watching.test_resume_check import trained
 from tests.keepers.published import NestedAdamW
 
 BF16 = torch.bfloat16
@@ -296,3 +298,23 @@ def test_of_many_tensors_fewer_numbers_of_each_are_kept(tmp_path, monkeypatch):
     assert numbers is not None
     marks = [mark for layer in numbers.values() for mark in layer.values() if mark.place]
     assert {len(mark.numbers) for mark in marks} == {3}, "4 tensors, each with two moments"
+
+
+@pytest.mark.parametrize("trained_in", [torch.float32, BF16], ids=["rounded", "widened"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_wide_weights_that_begin_as_16_bit_numbers_beside_wider_averages_are_told(dtype, trained_in):
+    """Told was "healthy": master weights that are the parameters were built anew from the model's 16-bit ones.
+    Weights that were trained in 16 bits and widened since have averages of 16 bits."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).to(dtype if trained_in is BF16 else trained_in)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    trained(model, optimizer, 20)
+    resumed = copy.deepcopy(model).to(dtype).float()
+    loaded = torch.optim.AdamW(resumed.parameters(), lr=1e-3, eps=1e-4)
+    loaded.load_state_dict(optimizer.state_dict())
+    handles = [watch(own, by, every=1, budget=None) for own, by in ((resumed, loaded), (model, optimizer))]
+    for own, by in ((resumed, loaded), (model, optimizer)):
+        trained(own, by, 2)
+    told = [f"as a {str(dtype)[6:]} number after 20 steps" in str(handle) for handle in handles]
+    assert told == [trained_in is torch.float32, False]
+    assert all(handle.info.resume_losses == [] for handle in handles)

@@ -34,7 +34,7 @@ from sqlalchemy import (
 )
 
 from collage_monitor import wire
-from collage_monitor.diagnosis import GRAVITY, NO_PROBLEM
+from collage_monitor.diagnosis import GRAVITY, NO_PROBLEM, gravity
 from collage_monitor.seeds import mean_over_seeds
 from collage_server.errors import Unprocessable
 from collage_server.store import schema, server_tables
@@ -242,7 +242,7 @@ class _Table:
     def worst(self, connection: Connection) -> wire.WorstRun | None:
         """The run with the gravest word against it, and of those the one with the lowest EDQ."""
         health, edq = _SUMMARY.c.health, _SUMMARY.c.edq_ratio
-        grave = case(*((health == word, place) for place, word in enumerate(GRAVITY)), else_=len(GRAVITY))
+        grave = _grave(health).desc()
         chosen = self._base.where(health.in_(GRAVITY)).order_by(grave, edq.is_(None), edq, _RUN.c.run_id).limit(1)
         run_id = connection.execute(chosen).scalar()
         if run_id is None:
@@ -255,7 +255,7 @@ class _Table:
         self, connection: Connection, offset: int, limit: int, *conditions: ColumnElement[bool]
     ) -> tuple[list[_TableRow], list[wire.DamagedRun]]:
         """Some of the runs, in order, and those of them that cannot be read."""
-        column = self._columns[self._query.sort]
+        column = self._sorted
         # Unknown values are last in either direction; among equals the newest is first.
         order = (column.is_(None), self._directed(column), _RUN.c.created_at.desc(), _RUN.c.run_id.desc())
         ordered = self._base.where(*conditions).order_by(*order).offset(offset).limit(limit)
@@ -265,10 +265,11 @@ class _Table:
         return [(record, found.get(run_id)) for run_id, record in records.items()], damaged
 
     def grouped(self, key: ColumnElement[str]) -> Select[Any]:
-        """Keys and sizes of all groups, in order: by the mean of a number, the newest of a time, the first word."""
-        sort = self._query.sort
-        column = self._columns[sort]
-        value = func.min(column) if sort in _WORDS else func.max(column) if sort in _NEWEST else func.avg(column)
+        """Keys and sizes of all groups, in order: by the mean of a number, the newest time, the first word, the
+        gravest health."""
+        sort, column = self._query.sort, self._sorted
+        greatest = sort == "health" or sort in _NEWEST
+        value = func.max(column) if greatest else func.min(column) if sort in _WORDS else func.avg(column)
         named = key.label("key")
         columns: list[Any] = [named, func.count().label("runs")]
         chosen = self._base.with_only_columns(*columns).group_by(named)
@@ -295,8 +296,18 @@ class _Table:
             for key, of in found.items()
         }
 
+    @property
+    def _sorted(self) -> ColumnElement[Any]:
+        column = self._columns[self._query.sort]
+        return _grave(column) if self._query.sort == "health" else column
+
     def _directed(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
         return column.desc() if self._query.descending else column.asc()
+
+
+def _grave(health: ColumnElement[str]) -> ColumnElement[int]:
+    """How grave a health is, healthy the least; NULL if it is not known."""
+    return case({word: -gravity(word) for word in (*GRAVITY, "unknown", "healthy")}, value=health)
 
 
 _CONDITION: Final = re.compile(
