@@ -203,3 +203,16 @@ def test_numbers_into_pandas(asker, server_url, runs):
     totals = run.model_totals(run.measured[-1])
     expected = totals["intended_effective_sum"] / totals["intended_squared_sum"]
     assert own["edq_ratio"].dropna().iloc[-1] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_what_is_opened_before_the_application_is_there_stays_open(watched):
+    """A menu of the words that stand in for the page closed with them."""
+    page, held = watched.page, []
+    page.route("**/dash_renderer*.js*", lambda route: held.append(route))
+    page.goto(f"{watched.url}/run/run-0", wait_until="commit")
+    page.locator("#opening .rail summary", has_text="Groups").click()
+    page.locator("#opening .rail details[open]").wait_for()
+    for route in held:
+        route.continue_()
+    page.locator("#opening").wait_for(state="detached")
+    page.locator(".rail details[open] a", has_text="demo / ").first.wait_for()

@@ -121,6 +121,11 @@
     shownAt = shownAt || performance.now();
     if (table && table.offsetParent && !isDrawn && performance.now() - shownAt < GIVES_UP_AFTER) return;
     handover.disconnect();
+    const menus = [...entry.querySelectorAll("details")];
+    for (const { textContent } of document.querySelectorAll("#opening details[open] > summary")) {
+      const same = menus.find((menu) => menu.firstElementChild.textContent === textContent);
+      if (same) same.open = true; // What a reader has opened meanwhile stays open.
+    }
     document.getElementById("opening")?.remove();
     arrive();
     settle(); // A page that asks nothing while it opens ticks as well.
