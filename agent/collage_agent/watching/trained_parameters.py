@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -115,11 +115,12 @@ def bytes_per_parameter(optimizers: Sequence[Optimizer]) -> float | None:
     }
     if not any(states.values()):
         return None
-    places: dict[torch.device, list[int]] = {}
+    places: defaultdict[torch.device, list[int]] = defaultdict(list)
     for parameter, state in states.items():
         for tensor in _tensors_of(parameter, state):
             for part in stored_tensors(tensor):
-                places.setdefault(part.device, []).extend((part.data_ptr(), _bytes_spanned(part)))
+                spanned = part.nbytes if part.is_contiguous() else _bytes_spanned(part)
+                places[part.device] += (part.data_ptr(), spanned)
     elements = sum([local_part(parameter).numel() for parameter in states])
     return sum(map(_bytes_covered, places.values())) / elements if elements else None
 
@@ -135,8 +136,6 @@ def _bytes_covered(places: Sequence[int]) -> int:
 
 
 def _bytes_spanned(tensor: Tensor) -> int:
-    if tensor.is_contiguous():
-        return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
