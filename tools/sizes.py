@@ -33,7 +33,7 @@ BUDGETS = {
     "collage_optim": 7055,
     "collage_server": 25687,
     "collage_dashboard": 9872,
-    "tests": 77150,
+    "tests": 77174,
     "words of pages": 50836,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""

@@ -80,7 +80,7 @@ def test_terminal_notebook_and_server_say_the_same(served, monkeypatch, make):
     monkeypatch.setattr(server, "Client", lambda url, token: client)
     shown = CliRunner().invoke(root, ["show", run.run_id, "--server-url", "http://127.0.0.1"])
     assert shown.exit_code == 0, shown.output
-    assert here.text in shown.output
+    assert here.headline in shown.output
     assert here.text in str(handle)
     assert here.text in handle._repr_html_().replace("&gt;", ">")
 

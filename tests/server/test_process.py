@@ -112,7 +112,7 @@ def test_it_ends_cleanly_with_its_log_folded_into_the_database(tmp_path, number)
         assert ready["dir"] == str(tmp_path)
         assert client.get("/api/v1/runs").status_code == 401
         answer = client.get("/api/v1/runs", headers={"Authorization": f"Bearer {token}"})
-        assert answer.json() == {"runs": [], "cursor": None}
+        assert answer.json() == {"runs": [], "cursor": None, "damaged": []}
         process.send_signal(number)
         process.wait(PATIENCE_SECONDS)
     assert {path.name for path in tmp_path.iterdir()} == {
