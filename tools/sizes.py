@@ -29,11 +29,11 @@ SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
     "collage_monitor": 15215,
-    "collage_agent": 24046,
+    "collage_agent": 24066,
     "collage_optim": 7055,
     "collage_server": 25687,
     "collage_dashboard": 9872,
-    "tests": 77174,
+    "tests": 77195,
     "words of pages": 50836,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""

@@ -42,6 +42,7 @@ from collage_agent.transport.queue import (
     cuda_event_on,
     not_finite_since,
 )
+from collage_agent.transport.report_counts import given_up
 from collage_monitor.environment import CHECK_REPORT
 from collage_monitor.errors import CollageError, NotFound
 from collage_monitor.local import local_server
@@ -426,7 +427,8 @@ class Run:
             return
         if waiting := self.reports_spooled:
             if CHECK_REPORT not in os.environ:  # `preflight` reads its own, and removes their folder.
-                _say(f"{waiting} reports of run {self.name} wait in {self._spool_folder}. {_TO_VIEW}", sys.stdout)
+                reports = "report waits" if waiting == 1 else "reports wait"
+                _say(f"run {self.name}: {waiting} {reports} in {self._spool_folder}. {_TO_VIEW}", sys.stdout)
         elif self.reports_sent:
             _say(f"run {self.name}{self._where_to_look()}", sys.stdout)
         else:
@@ -436,7 +438,7 @@ class Run:
         for line in self.mirrors.missing():
             _say(line)
         if dropped := self.reports_dropped:
-            _say("reports given up: " + ", ".join(f"{count} ({reason})" for reason, count in dropped.items()))
+            _say(f"reports given up: {given_up(dropped)}")
 
 
 _CURVES = '<iframe src="{}?embed=curves" title="its curves" width="100%" height="480" style="border: 0"></iframe>'

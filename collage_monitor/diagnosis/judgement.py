@@ -108,7 +108,8 @@ def _where(case: Case, fall: Onset | None) -> str:
         return ""
     verb = "changed then" if then else "loses most of its own" if len(found) == 1 else "lose most of theirs"
     if len(found) > _LAYER_CHANGED_SHARE * len(names):
-        return f"all {len(names)} layers {verb}" if len(found) == len(names) else f"nearly all layers {verb}"
+        every = f"all {len(names)}" if len(names) != 2 else "both"
+        return f"{every} layers {verb}" if len(found) == len(names) else f"nearly all layers {verb}"
     share = _share_of_elements(case, found)
     if len(found) <= _TOLD:
         return f"{_layers_in_words(found)} {verb}{f' ({share})' if share else ''}"

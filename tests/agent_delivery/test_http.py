@@ -216,7 +216,7 @@ def test_an_absent_server_costs_nothing_and_the_next_run_delivers_once(tmp_path,
     run.finish()
     printed = capsys.readouterr()
     assert "collage-monitor up" in printed.err
-    assert f"20 reports of run first wait in {tmp_path}/spool/{run.run_id}" in printed.out
+    assert f"run first: 20 reports wait in {tmp_path}/spool/{run.run_id}" in printed.out
     assert (run.reports_sent, run.reports_spooled, run.reports_dropped) == (0, 20, {})
     later = make_run(tmp_path, server_url=server.url)
     later.finish()

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from collage_agent.transport.queue import AttemptStart, BoundedQueue, LoggedScalars
-from collage_agent.transport.report_counts import ReportCounts
+from collage_agent.transport.report_counts import ReportCounts, given_up
 
 from tests.waiting import PATIENCE_SECONDS
 
@@ -112,3 +112,12 @@ def test_a_half_full_queue_does_not_wait_for_company(full):
         queue.put(logged(step))
     queue.wait_for_steps(60.0, 60.0)
     assert taken(queue) == [[step] for step in range(full - 1)]
+
+
+def test_what_is_given_up_is_said_in_a_reader_s_words():
+    """`no_number` and `spool_failed` reached the user."""
+    dropped = {"queue_full": 3, "spool_failed": 1, "refused_422": 2}
+    assert given_up(dropped) == (
+        "3 (more came than could be sent or kept), 1 (they could not be written to the data folder), "
+        "2 (refused with status 422)"
+    )

@@ -327,7 +327,7 @@ def test_a_script_that_forgets_finish_loses_nothing(tmp_path):
     """
     result = run_python(code)
     assert result.returncode == 0, result.stderr
-    assert "100 reports of run forgetful wait in" in result.stdout
+    assert "run forgetful: 100 reports wait in" in result.stdout
     transport = arrived(tmp_path)
     assert [report.step for report in transport.reports] == list(range(1, 101))
     assert transport.messages[-1] == RunUpdate(state="finished")

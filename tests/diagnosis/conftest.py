@@ -17,7 +17,8 @@ from tests.waiting import PATIENCE_SECONDS
 def served(tmp_path):
     """A server of this process with its helper, and a client that reads from it."""
     clock = Clock()
-    app = create_app(Settings(folder=tmp_path, no_auth=True), clock=clock)
+    # Its own evaluator would take the lease from a test's, once a test takes longer than a round of real time.
+    app = create_app(Settings(folder=tmp_path, no_auth=True, alerts="off"), clock=clock)
     with TestClient(app, base_url="http://127.0.0.1") as inside:
         app.state.collage.summariser.stop(PATIENCE_SECONDS)
         server = Server(inside, clock, app)

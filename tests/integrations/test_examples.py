@@ -23,7 +23,7 @@ def test_the_example_trains_and_gives_its_verdict(example, tmp_path):
     )
     assert answer.returncode == 0, answer.stderr
     assert "AdamW, bfloat16, strategy plain, step 20: " in answer.stdout
-    assert "reports of run" in answer.stdout
+    assert " reports wait in " in answer.stdout
     assert "Traceback" not in answer.stderr
 
 

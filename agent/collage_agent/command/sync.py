@@ -59,8 +59,10 @@ def sync(server_url: str, token: str | None, as_json: bool, folder: Path | None,
 
 
 def _tell(outcomes: FolderOutcome, folder: Path) -> None:
+    from collage_agent.transport.report_counts import given_up
+
     for entry in outcomes.spools:
-        dropped = "".join(f", {count} given up ({reason})" for reason, count in entry.dropped.items())
+        dropped = f", given up: {given_up(entry.dropped)}" if entry.dropped else ""
         left = f", {entry.bytes_left} bytes left" if entry.bytes_left else ""
         click.echo(f"run {entry.run_id}, stream {entry.stream_id}: {entry.sent} reports sent{dropped}{left}")
     if outcomes.in_use:

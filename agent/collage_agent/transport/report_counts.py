@@ -8,11 +8,31 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from typing import Literal
+from collections.abc import Mapping
+from typing import Final, Literal
 
-__all__ = ["Place", "ReportCounts"]
+__all__ = ["Place", "ReportCounts", "given_up"]
 
 Place = Literal["pending", "spooled", "sent", "dropped"]
+_WHY: Final = {
+    "no_number": "their step had no number yet",
+    "queue_full": "more came than could be sent or kept",
+    "run_deleted": "the run was deleted on the server",
+    "run_refused": "the server refuses the run",
+    "spool_failed": "they could not be written to the data folder",
+    "spool_full": "the data folder's limit was reached",
+    "rejected": "the server rejects them",
+    "worker_error": "an error, which the log holds",
+}
+"""Why reports are given up, in a reader's words; a refusal names its HTTP status."""
+
+
+def given_up(dropped: Mapping[str, int]) -> str:
+    """How many reports were given up, and why: "3 (the server refuses the run)"."""
+    refused = "refused with status "
+    return ", ".join(
+        f"{count} ({_WHY.get(reason) or reason.replace('refused_', refused)})" for reason, count in dropped.items()
+    )
 
 
 class ReportCounts:

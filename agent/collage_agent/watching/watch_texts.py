@@ -298,9 +298,14 @@ def _grid(model: Values) -> Iterator[str]:
         return
     size = "too small to change" if margin < 0 else "what it takes to change"
     yield (
-        f"the typical update is {2 ** abs(margin):.2g} times {size} a weight; nine of ten would at {factor:.3g} "
-        "times the learning rate (which is no advice to raise it)"
+        f"the typical update is {_times(2 ** abs(margin))} times {size} a weight; nine of ten would at "
+        f"{_times(factor)} times the learning rate (which is no advice to raise it)"
     )
+
+
+def _times(factor: float) -> str:
+    """Two digits, and no exponent below a million."""
+    return f"{float(f'{factor:.2g}'):,.6g}" if factor < 1e6 else f"{factor:.0e}"
 
 
 def _advice(found: Judgement) -> Iterator[str]:

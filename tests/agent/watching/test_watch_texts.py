@@ -321,3 +321,14 @@ def test_steps_off_by_the_oracle_or_a_state_keep_what_they_intend(off):
     text = told({"edq_ratio": 1.0, **off})
     assert "steps are off" in text
     assert "each step keeps what it intends, but not what fp64 would do" in text
+
+
+def test_how_many_times_too_small_an_update_is_has_two_digits_and_no_exponent():
+    texts = [
+        told({"edq_ratio": 0.1, "half_ulp_margin": margin, "half_ulp_lr_factor": 996.0})
+        for margin in (-6.8, 0.8, -30.0)
+    ]
+    assert [
+        text[text.index("the typical update is") :].split(" times ")[0].rpartition(" ")[2] for text in texts
+    ] == ["110", "1.7", "1e+09"]
+    assert "would at 1,000 times the learning rate" in texts[0]
