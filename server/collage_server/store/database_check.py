@@ -66,7 +66,7 @@ def check_database(database: Database, backup: Path | None, goes_on: Callable[[]
         for row in _rows(database, table, damaged):
             found += 1
             if found % _ROWS_AT_ONCE == 0 and not goes_on():
-                break
+                return DatabaseCheck(found, healed, tuple(damaged))
             problem = _problem_of(table, row)
             if problem is not None and (how := _heal(database, table, row, backup)):
                 _LOG.error("%s; it is %s", problem, how)
@@ -160,6 +160,10 @@ def _rows(database: Database, table: Table, unreadable: list[str]) -> Iterator[R
                 except (DatabaseError, Busy) as error:
                     unreadable.append(f"a row of `{table.name}` cannot be read: {_reason(error)}")
         if len(ids) < _ROWS_AT_ONCE:
+            return
+        if ids[-1] <= after:
+            # A damaged page leads back to rows already read: without an end, if they were followed.
+            unreadable.append(f"rows of `{table.name}` cannot be read: they are out of order; restore a back-up")
             return
         after = ids[-1]
 

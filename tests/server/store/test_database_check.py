@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import shutil
@@ -10,7 +11,7 @@ from contextlib import closing
 
 import pytest
 from collage_server.errors import Damaged, ServerError
-from collage_server.store import SqliteStore
+from collage_server.store import SqliteStore, database_check
 from collage_server.store.backup import back_up
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -19,7 +20,8 @@ from tests.server.store.test_row_damage import questions, small_report, small_st
 
 FLIPS = 60
 """By day; a small database has four million bits that are not zero or describe its tables."""
-NIGHTLY_FLIPS = 6000
+NIGHTLY_FLIPS = 2000
+"""About eight minutes, others each night; a test may take fifteen."""
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +193,36 @@ def test_an_index_that_leads_to_a_row_no_more_is_made_again(closed, tmp_path):
         assert questions(store) == before
         store.close()
     assert lost, "readers cannot notice it"
+
+
+CELL_COUNT = 4
+"""Where the lower byte of a page's number of cells lies in the page."""
+CHECKED_TABLES = ("run", "layer", "stream", "event", "report", "layer_chunk", "model_chunk", "point_chunk")
+
+
+@pytest.mark.parametrize("table", CHECKED_TABLES)
+def test_the_check_ends_if_a_page_leads_back_to_rows_already_read(closed, tmp_path, table):
+    """With 128 cells too many the last one's number is no larger than that of rows before."""
+    shutil.copytree(closed, tmp_path, dirs_exist_ok=True)
+    path, rows = tmp_path / "collage.sqlite", "SELECT rootpage FROM sqlite_master WHERE type = 'table' AND name = ?"
+    with closing(sqlite3.connect(path)) as connection:
+        size = connection.execute("PRAGMA page_size").fetchone()[0]
+        [page] = connection.execute(rows, (table,)).fetchone()
+    damaged = bytearray(path.read_bytes())
+    damaged[(page - 1) * size + CELL_COUNT] ^= 0x80
+    path.write_bytes(damaged)
+    store, asked = opened(tmp_path), itertools.count()
+    assert store.check_database(lambda: next(asked) < 20).damaged
+    store.close()
+    assert next(asked) < 20
+
+
+def test_a_check_that_is_to_end_ends_at_once(closed, tmp_path, monkeypatch):
+    monkeypatch.setattr(database_check, "_ROWS_AT_ONCE", 2)
+    shutil.copytree(closed, tmp_path, dirs_exist_ok=True)
+    store = opened(tmp_path)
+    assert store.check_database(lambda: False).rows == 2
+    store.close()
 
 
 def test_a_key_that_is_no_text_any_more_is_named_and_its_row_still_found(closed, tmp_path):
