@@ -107,8 +107,12 @@ def _verified(verification: Verification, runs: Sequence[str], before: float) ->
     done: list[Verified] = []
     with progress("verify archived files") as shown:
         while some := verification.due(before, _FILES_AT_ONCE, runs):
-            done += [verification.verify(row, time.time()) for row in some]
-            shown(len(some))
+            known = {file.path for file in done}
+            new = [row for row in some if row.path not in known]
+            if not new:
+                break  # Their rows are damaged, so that it cannot be noted that they were verified.
+            done += [verification.verify(row, time.time()) for row in new]
+            shown(len(new))
     return done
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
@@ -138,6 +139,19 @@ def delete_slice(connection: Connection, table: Table, *where: ColumnElement[boo
     key = list(table.primary_key.columns)
     chosen = select(*key).where(*where).limit(rows)
     return connection.execute(delete(table).where(*where, tuple_(*key).in_(chosen))).rowcount
+
+
+def require_newest_first(created_at: Sequence[float]) -> None:
+    """Refuse runs that an index gives out of order: whoever reads page after page would never reach the end.
+
+    Raises:
+        Damaged: one run was created after the run before it.
+    """
+    if any(later > earlier for earlier, later in pairwise(created_at)):
+        raise Damaged(
+            "an index of the table `run` is damaged in the database, its order is wrong: collage-monitor archive "
+            "verify makes it again"
+        )
 
 
 def damage_behind(error: DatabaseError) -> Damaged | None:

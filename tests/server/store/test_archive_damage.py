@@ -10,10 +10,12 @@ import sqlite3
 from contextlib import closing, suppress
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from collage_server.command.archive import _verified
 from collage_server.command.archive import archive as archive_verb
 from collage_server.command.backup import backup as backup_verb
 from collage_server.command.backup import restore as restore_verb
@@ -24,6 +26,7 @@ from collage_server.store.archive.archived_file import ArchivedFile
 from collage_server.store.archive.file_storage import Folder
 from collage_server.store.archive.logged_values import read_logged
 from collage_server.store.archive.parquet import Rows, read_groups, read_layers
+from collage_server.store.archive.segments import Verified
 from collage_server.store.backup import back_up, newest_backup, restore, verify_backup
 from collage_server.store.sealing import archive_plan
 from sqlalchemy import select, update
@@ -439,3 +442,16 @@ def test_the_verbs_name_what_is_damaged_and_heal_it(kinds, tmp_path):
     assert (status, json.loads(text)["healed"], json.loads(text)["damaged"]) == (0, 1, [])
     flip(tmp_path / "copies" / "archive" / flipped)
     assert told(backup_verb, tmp_path / "copies/one", "--verify", *data)[0] == 1
+
+
+def test_files_that_cannot_be_noted_as_verified_are_read_once():
+    """Their rows are damaged, so that they stay due."""
+
+    class Unnoted:
+        def due(self, *_):
+            return [SimpleNamespace(path="a"), SimpleNamespace(path="b")]
+
+        def verify(self, row, now):
+            return Verified(row.path, "r1", 1, None, healed=False)
+
+    assert [file.path for file in _verified(Unnoted(), [], NOW)] == ["a", "b"]

@@ -7,15 +7,18 @@ import random
 import re
 import shutil
 import sqlite3
+import struct
 from contextlib import closing
 
 import pytest
 from collage_server.errors import Damaged, ServerError
 from collage_server.store import SqliteStore, database_check
 from collage_server.store.backup import back_up
+from collage_server.store.records import NewEvent, RunQuery
 from sqlalchemy.exc import SQLAlchemyError
 
-from tests.server.store.contract import StoreContract
+from collage_monitor import wire
+from tests.server.store.contract import NOW, StoreContract
 from tests.server.store.test_row_damage import questions, small_report, small_store
 
 FLIPS = 60
@@ -223,6 +226,58 @@ def test_a_check_that_is_to_end_ends_at_once(closed, tmp_path, monkeypatch):
     store = opened(tmp_path)
     assert store.check_database(lambda: False).rows == 2
     store.close()
+
+
+def flip_in_index(path, index, entry, place, bit):
+    """Flip a bit of the entry's bytes in the index, which is out of order afterwards."""
+    with closing(sqlite3.connect(path)) as connection:
+        size = connection.execute("PRAGMA page_size").fetchone()[0]
+        [page] = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (index,)).fetchone()
+    content = bytearray(path.read_bytes())
+    content[content.index(entry, (page - 1) * size, page * size) + place] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def test_an_event_whose_number_is_taken_in_a_damaged_index_is_refused(closed, tmp_path):
+    """The last one is 6, and the third says 7: each try would take 7 again."""
+    shutil.copytree(closed, tmp_path, dirs_exist_ok=True)
+    store, new = opened(tmp_path), [NewEvent(origin=f"o{number}", kind="note", text="said") for number in range(9)]
+    known = store.events.read("r1", 0, 9).cursor
+    store.events.add("r1", new[known:6], NOW)
+    store.close()
+    flip_in_index(tmp_path / "collage.sqlite", "sqlite_autoindex_event_1", b"r1\x03", 2, 2)
+    store = opened(tmp_path)
+    with pytest.raises(Damaged, match="the events of run 'r1' take no new one, 7 is taken but not the last"):
+        store.events.add("r1", new[8:], NOW)
+    store.check_database()
+    assert store.events.add("r1", new[8:], NOW) == 1
+    store.close()
+
+
+def test_runs_out_of_order_are_refused_and_not_listed_for_ever(closed, tmp_path):
+    shutil.copytree(closed, tmp_path, dirs_exist_ok=True)
+    store, times = opened(tmp_path), [NOW + 2.5 + run for run in range(7)]
+    for run, created_at in enumerate(times):
+        store.runs.create("p", wire.RunCreate(run_id=f"a{run}"), created_at)
+    store.close()
+    flip_in_index(tmp_path / "collage.sqlite", "run_by_age", struct.pack(">d", times[4]) + b"a4", 1, 6)
+    store = opened(tmp_path)
+    with pytest.raises(Damaged, match="an index of the table `run` is damaged"):
+        pages_of_runs(store)
+    store.check_database()
+    assert pages_of_runs(store) == [f"a{run}" for run in range(6, -1, -1)] + ["r1"]
+    store.close()
+
+
+def pages_of_runs(store):
+    found, cursor = [], None
+    for _ in range(9):
+        page = store.runs.page(RunQuery(cursor=cursor, limit=1), NOW, 600.0)
+        found += [run.run_id for run in page.runs]
+        cursor = page.cursor
+        if cursor is None:
+            return found
+    raise AssertionError(found)
 
 
 def test_a_key_that_is_no_text_any_more_is_named_and_its_row_still_found(closed, tmp_path):

@@ -14,7 +14,7 @@ from typing import Final
 from sqlalchemy import ColumnElement, Connection, func, select
 
 from collage_monitor import wire
-from collage_server.errors import Unprocessable
+from collage_server.errors import Damaged, Unprocessable
 from collage_server.memory_budget import held_rows
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
@@ -57,6 +57,8 @@ _EVENT_OF_COUNT: Final[dict[str, tuple[wire.EventKind, str]]] = {
     "reports_dropped": ("reports_dropped", "rank {rank} has dropped {count} report{s} since it began"),
     "skipped_steps": ("skipped_steps", "the loss scaler of rank {rank} has skipped {count} step{s} since attach"),
 }
+_TRIES: Final = 100
+"""For a number, which other servers may take meanwhile; in a damaged index the next one can be taken for ever."""
 COUNTS_WITH_EVENTS: Final = frozenset(_EVENT_OF_COUNT)
 """Logged counts whose growth makes events."""
 
@@ -117,7 +119,9 @@ def add_events(connection: Connection, run_id: str, events: Sequence[NewEvent], 
 def _add(connection: Connection, run_id: str, event: NewEvent, now: float) -> bool:
     mine = _EVENT.c.run_id == run_id
     known = select(_EVENT.c.event).where(mine, _EVENT.c.origin == event.origin)
-    while connection.execute(known).first() is None:
+    for _ in range(_TRIES):
+        if connection.execute(known).first() is not None:
+            return False
         number = (connection.execute(select(func.max(_EVENT.c.event)).where(mine)).scalar() or 0) + 1
         if number > wire.LIMITS["events_per_run"]:
             return False
@@ -134,7 +138,10 @@ def _add(connection: Connection, run_id: str, event: NewEvent, now: float) -> bo
         )
         if connection.execute(row.on_conflict_do_nothing().returning(_EVENT.c.event)).first() is not None:
             return True
-    return False
+    raise Damaged(
+        f"the events of run {run_id!r} take no new one, {number} is taken but not the last: an index of the table "
+        "`event` is damaged in the database, which collage-monitor archive verify makes again"
+    )
 
 
 def correct_event(connection: Connection, run_id: str, event: NewEvent) -> None:

@@ -31,7 +31,14 @@ from collage_server.store.records import (
     RunRevision,
 )
 from collage_server.store.row_checks import require_row, update_rows, whole_rows, whole_runs
-from collage_server.store.row_helpers import among, from_json, missing_run, require_run, require_runs
+from collage_server.store.row_helpers import (
+    among,
+    from_json,
+    missing_run,
+    require_newest_first,
+    require_run,
+    require_runs,
+)
 from collage_server.store.runs.reported_state import LAST_SIGN_OF_LIFE, TRAINING_REPORTED_AT, reported_state
 from collage_server.store.runs.run_changes import QuotaCheck, check_quotas, create_run, update_run
 
@@ -208,9 +215,13 @@ def read_page(connection: Connection, query: RunQuery, now: float, stale_after_s
     """A page of runs, newest first."""
     statement = select(_RUN.c.run_id, _RUN.c.created_at).where(*_filters(query, now - stale_after_seconds))
     statement = statement.order_by(_RUN.c.created_at.desc(), _RUN.c.run_id.desc()).limit(query.limit + 1)
+    before: list[float] = []
     if query.cursor is not None:
-        statement = _after(statement, query.cursor)
+        created_at, run_id = _place(query.cursor)
+        older = (_RUN.c.created_at < created_at) | ((_RUN.c.created_at == created_at) & (_RUN.c.run_id < run_id))
+        statement, before = statement.where(older), [created_at]
     places = connection.execute(statement).all()
+    require_newest_first([*before, *(place.created_at for place in places)])
     page, more = places[: query.limit], len(places) > query.limit
     cursor = _cursor(page[-1].created_at, page[-1].run_id) if more else None
     records, damaged = whole_runs(partial(read_records, connection), [place.run_id for place in page])
@@ -292,16 +303,14 @@ def _filters(query: RunQuery, stale_before: float) -> list[ColumnElement[bool]]:
     return filters
 
 
-def _after(statement: Select[Any], cursor: str) -> Select[Any]:
+def _place(cursor: str) -> tuple[float, str]:
     try:
         created_text, _, run_id = base64.urlsafe_b64decode(cursor.encode()).decode().partition(" ")
-        created_at = float.fromhex(created_text)
+        return float.fromhex(created_text), run_id
     except (ValueError, OverflowError, binascii.Error) as error:
         raise Unprocessable(
             f"cursor {cursor!r} is not one of this server's; start again without it", field="cursor"
         ) from error
-    older = (_RUN.c.created_at < created_at) | ((_RUN.c.created_at == created_at) & (_RUN.c.run_id < run_id))
-    return statement.where(older)
 
 
 def _cursor(created_at: float, run_id: str) -> str:

@@ -47,7 +47,7 @@ from collage_server.store.row_checks import (
     whole_runs,
 )
 from collage_server.store.row_crc import CRC_BYTES, checks_of, group_check
-from collage_server.store.row_helpers import among, insert_into, later, to_json
+from collage_server.store.row_helpers import among, insert_into, later, require_newest_first, to_json
 from collage_server.store.runs.reported_state import TRAINING_REPORTED_AT, reported_state
 from collage_server.store.runs.run_store import (
     OF_ATTEMPTS,
@@ -340,6 +340,7 @@ def read_live_runs(
     if after is not None:
         given["created_at"], given["run_id"] = after
     rows = connection.execute(_page(of_some_projects=projects is not None, is_first=after is None), given).all()
+    require_newest_first([*([] if after is None else after[:1]), *(row.created_at for row in rows)])
     runs, damaged = whole_runs(partial(_live_runs, connection), [row.run_id for row in rows])
     for run in damaged:
         tell_damage(run.message)
