@@ -26,7 +26,8 @@ class GuardedServer:
         self.app = app
 
     def ask(self, method, path, secret=OWN, message=None, **headers):
-        content = b"" if message is None else wire.encode_message(message)
+        is_ready = message is None or isinstance(message, bytes)
+        content = message or b"" if is_ready else wire.encode_message(message)
         given = {"Content-Type": wire.MSGPACK} | headers
         if secret is not None:
             given["Authorization"] = f"Bearer {secret}"

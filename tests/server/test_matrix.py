@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "POST /api/v1/runs/{run_id}/attempts": SENDERS,
     "POST /api/v1/runs/{run_id}/streams": SENDERS,
     "POST /api/v1/streams/{stream_id}/reports": SENDERS,
+    "POST /v1/metrics": SENDERS,
     "POST /api/v1/alerts/alertmanager": SENDERS,
     "GET /api/v1/runs/{run_id}/alerts": EVERYONE,
     "PATCH /api/v1/runs/{run_id}": SENDERS,
@@ -100,12 +101,24 @@ BODIES = {
         alerts=[wire.AlertmanagerAlert(status="firing", labels={"run_id": "mine-1"})]
     ),
     "test": None,
+    "metrics": None,
     "acknowledge": None,
     "notes": wire.NoteCreate(text="the cooling of node 3 failed"),
     "silences": wire.SilenceCreate(seconds=60.0, project="mine"),
     "views": wire.SavedViewCreate(name="mine", search="state=failed"),
     "tokens": wire.TokenCreate(name="another", role="read", projects=["mine"]),
 }
+EXPORT = {
+    "resourceMetrics": [
+        {
+            "resource": {"attributes": [{"key": "collage.run_id", "value": {"stringValue": "mine-1"}}]},
+            "scopeMetrics": [
+                {"metrics": [{"name": "loss", "gauge": {"dataPoints": [{"timeUnixNano": "1", "asInt": "2"}]}}]}
+            ],
+        }
+    ]
+}
+"""A trainer's export to OTLP's route."""
 FIRING = NewIncident(
     alert="CollageEdqLow",
     severity="warning",
@@ -172,6 +185,8 @@ def ask(guarded, provider, route, secret, path=None, message=None):
         token = provider.signed(provider.log_out_claims(sub="nobody here", jti=random.token_hex(8)))
         headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
         return guarded.client.post(path, data={"logout_token": token}, headers=headers)
+    if route == "POST /v1/metrics":
+        return guarded.ask(method, path, secret, wire.encode_json(EXPORT), **{"Content-Type": wire.JSON})
     return guarded.ask(method, path, secret, message)
 
 

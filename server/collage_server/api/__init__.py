@@ -12,6 +12,7 @@ from collage_server.api import (
     health,
     incidents,
     layer_answers,
+    otlp,
     reports,
     run_table,
     runs,
@@ -25,6 +26,7 @@ def api_routes() -> list[BaseRoute]:
     """The routes of all resources; the most requested come first, because routes are tried in turn."""
     routers = (
         reports.router,
+        otlp.router,
         runs.router,
         run_table.router,
         streams.attempts_router,

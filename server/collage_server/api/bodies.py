@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Final, TypeVar
 
@@ -47,16 +48,16 @@ _GZIP: Final = "gzip"
 _GZIP_BITS: Final = 31
 
 
-def content_type_of(request: Request) -> str:
-    """The content type: msgpack or JSON, JSON when none is given.
+def content_type_of(request: Request, spoken: Sequence[str] = (wire.MSGPACK, wire.JSON)) -> str:
+    """The content type, one of those that are spoken; JSON when none is given.
 
     Raises:
         UnsupportedMediaType: another type.
     """
     given = _header(request, b"content-type", wire.JSON).partition(";")[0].strip().lower()
-    if given not in {wire.JSON, wire.MSGPACK}:
+    if given not in spoken:
         raise UnsupportedMediaType(
-            f"content type {given!r} is not spoken here; send {wire.MSGPACK} or {wire.JSON}", field="Content-Type"
+            f"content type {given!r} is not spoken here; send {' or '.join(spoken)}", field="Content-Type"
         )
     return given
 
@@ -114,7 +115,7 @@ async def read_body(request: Request, held: BodyLease, content_type: str) -> byt
         UnsupportedMediaType: an encoding that is not spoken here.
         Busy: the body stopped arriving; decompressed it does not fit beside what is in flight.
     """
-    is_json = content_type == wire.JSON
+    is_json = content_type != wire.MSGPACK
     packed = _is_packed(_header(request, b"content-encoding", _IDENTITY))
     limit = _limit(content_type)
     body: bytes | bytearray = await _read_sent(request, held, limit)
@@ -153,8 +154,8 @@ async def _read_sent(request: Request, held: BodyLease, limit: int) -> bytearray
 
 
 def _limit(content_type: str) -> int:
-    """The most bytes of a body of this type."""
-    return _JSON_BYTES if content_type == wire.JSON else _BODY_BYTES
+    """The most bytes of a body of this type; what else is spoken is decoded as slowly as JSON."""
+    return _BODY_BYTES if content_type == wire.MSGPACK else _JSON_BYTES
 
 
 def _too_large(limit: int, after: str = "") -> TooLarge:

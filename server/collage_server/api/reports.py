@@ -27,7 +27,7 @@ from collage_server.errors import Gone
 from collage_server.ingest.report_checks import LARGE_BYTES, accepted_indices, check_batch, merge_rejected
 from collage_server.store import GroupOutcome, ReportGroup, StreamRecord
 
-__all__ = ["router"]
+__all__ = ["router", "store_batch"]
 
 
 class _ReportRoute(APIRoute):
@@ -57,7 +57,7 @@ async def add_reports(request: Request, stream_id: Id) -> Response:
         size, began = len(body), time.monotonic()
         # Free the body: the reports hold copies, and only one of the two is counted until the commit.
         del body
-        stored = await _store(app_state, stream_id, batch, size)
+        stored = await store_batch(app_state, stream_id, batch, size)
         if refused:
             app_state.counters.count(rejected=len(refused))
             stored = _with_refused(stored, refused, len(batch.reports))
@@ -70,7 +70,13 @@ def _with_refused(stored: wire.BatchAnswer, refused: Sequence[wire.RejectedRepor
     return msgspec.structs.replace(stored, rejected=merge_rejected(stored.rejected, refused, kept))
 
 
-async def _store(app_state: AppState, stream_id: str, batch: wire.ReportBatch, size: int) -> wire.BatchAnswer:
+async def store_batch(app_state: AppState, stream_id: str, batch: wire.ReportBatch, size: int) -> wire.BatchAnswer:
+    """Store the good reports of a batch; `size` is its body's. It returns once they are durable.
+
+    Raises:
+        Gone, NotFound: the run was deleted; no such stream.
+        Busy: it does not fit beside what waits to be stored.
+    """
     known = app_state.registry.cached(stream_id)
     fresh = known is None
     stream = known if known is not None else await run_in_threadpool(app_state.registry.load, stream_id)

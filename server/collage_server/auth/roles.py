@@ -47,6 +47,7 @@ RULES: Final[Mapping[tuple[str, str], Capability]] = {
     ("POST", "/api/v1/runs/{run_id}/attempts"): "ingest",
     ("POST", "/api/v1/runs/{run_id}/streams"): "ingest",
     ("POST", "/api/v1/streams/{stream_id}/reports"): "ingest",
+    ("POST", "/v1/metrics"): "ingest",
     ("POST", "/api/v1/alerts/alertmanager"): "ingest",
     ("POST", "/api/v1/alerts/test"): "admin",
     ("GET", "/api/v1/runs/{run_id}/alerts"): "any",

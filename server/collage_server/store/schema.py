@@ -41,6 +41,7 @@ __all__ = [
     "measured_attempt",
     "metadata",
     "model_chunk",
+    "numbered_export",
     "point_chunk",
     "replica_mismatch",
     "report",
@@ -358,6 +359,16 @@ scalar_chunk: Final = Table(
     postgresql_partition_by="HASH (run_id)",
 )
 """Logged values of one stream and name, [3][point_count] of eight bytes each: steps, times, values."""
+
+numbered_export: Final = Table(
+    "numbered_export",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("stream_id", _ID, primary_key=True),
+    Column("known", Text, nullable=False),
+    row_checks(),
+)
+"""Of a stream of OpenTelemetry's, whose senders do not number: which report each of the newest exports became."""
 
 event: Final = Table(
     "event",

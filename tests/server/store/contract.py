@@ -433,6 +433,19 @@ class StoreContract:
         assert points.totals["lost"][1].tolist() == [10.0, 20.0, 30.0, 40.0]
         assert str(points.totals["lost"][0].tolist()) == "[10.0, 20.0, 30.0, nan]"
 
+    def test_an_export_that_comes_again_gets_the_same_number(self, store, reopen):
+        """By its time and what it holds; the count is its time's."""
+        stream, number = self.fill(store), store.journal.number_exports
+        assert number(stream, [(20, 7), (10, 7), (20, 8)]) == [(0, 1), (1, 2), (2, 1)]
+        again = reopen()
+        number = again.journal.number_exports
+        assert number(stream, [(20, 8), (30, 7), (20, 7)]) == [(2, 1), (3, 3), (0, 1)]
+        assert number(stream, [(time, 7) for time in range(100, 226)])[-1] == (129, 129)
+        assert number(stream, [(20, 7), (10, 7), (15, 7), (40, 7)]) == [(0, 1), None, None, (130, 130)]
+        again.runs.delete("r1", NOW)
+        with pytest.raises(Gone):
+            number(stream, [(50, 7)])
+
     def test_readers_see_whole_commits_while_a_writer_commits(self, store):
         stream = self.fill(store)
         torn = []

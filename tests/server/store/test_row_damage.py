@@ -250,6 +250,7 @@ def test_rows_of_servers_without_checksums_are_read(store):
             connection.execute(f"DROP INDEX {index}")
         for column in ("digest", "checks", "checked_at", "problem"):
             connection.execute(f"ALTER TABLE segment DROP COLUMN {column}")
+        connection.execute("DROP TABLE numbered_export")
         connection.execute("UPDATE alembic_version SET version_num = 'r0011'")
     store.open()
     assert questions(store) == before

@@ -293,6 +293,7 @@ def test_a_file_without_these_checks_is_taken_over(closed, tmp_path):
     with closing(sqlite3.connect(path)) as connection, connection:
         for table in OF_SERVER:
             connection.execute(f"ALTER TABLE {table.name} DROP COLUMN checks")
+        connection.execute("DROP TABLE numbered_export")
         connection.execute("UPDATE alembic_version SET version_num = 'r0013'")
     store = SqliteStore(path, stale_after_seconds=600.0)
     store.open()

@@ -38,7 +38,7 @@ from collage_server.store.records import (
     ReportGroup,
     StreamRecord,
 )
-from collage_server.store.row_checks import report_checks, update_rows
+from collage_server.store.row_checks import report_checks, require_row, update_rows
 from collage_server.store.row_crc import CRC_BYTES, group_check
 from collage_server.store.row_helpers import (
     Ranges,
@@ -47,6 +47,7 @@ from collage_server.store.row_helpers import (
     count_numbers,
     ranges_from_json,
     ranges_to_json,
+    require_run,
     scalars_to_json,
     to_json,
 )
@@ -71,6 +72,8 @@ _DECODE_UNFINISHED: Final = msgspec.json.Decoder(dict[int, tuple[int, int]]).dec
 _REPORTS_A_STATEMENT: Final = (4, 2, 1)
 """One report a statement takes PostgreSQL 1.3 times as long; of more, psycopg parses the text each time."""
 _MOST_GAPS: Final = 10_000
+_KNOWN_EXPORTS: Final = 128
+"""By stream: an exporter gives up after a minute, a collector's queue may hold some, out of order."""
 _UNFINISHED_STEPS: Final = 64
 """How many steps with missing reports a stream's row remembers; the oldest are given up."""
 _WRITTEN_COLUMNS: Final = (
@@ -236,6 +239,33 @@ def _insert_reports(dialect: Dialect, count: int) -> Statement:
     return Statement(insert(_REPORT).values(rows), dialect)
 
 
+class _Exports(msgspec.Struct):
+    """Exports of a stream: by time its count, and its reports' numbers by digest. `forgotten`: the newest time that
+    is known no more."""
+
+    times: dict[int, tuple[int, dict[int, int]]] = msgspec.field(default_factory=dict)
+    forgotten: int = 0
+    count: int = 0
+    next_seq: int = 0
+
+    def place(self, time: int, digest: int) -> tuple[int, int] | None:
+        """(seq, count) of an export, which is known from now on."""
+        if time not in self.times:
+            oldest = min(self.times, default=0) if len(self.times) == _KNOWN_EXPORTS else self.forgotten
+            if time <= oldest:
+                return None
+            if len(self.times) == _KNOWN_EXPORTS:
+                self.forgotten = oldest
+                del self.times[oldest]
+            self.count += 1
+            self.times[time] = (self.count, {})
+        count, numbers = self.times[time]
+        if digest not in numbers:
+            numbers[digest] = self.next_seq
+            self.next_seq += 1
+        return numbers[digest], count
+
+
 class ReportJournal:
     """Keeps each report once until it is sealed. Only one thread at a time may call `append`.
 
@@ -251,6 +281,33 @@ class ReportJournal:
         self.last_bytes = sum(group.body_bytes for group in groups)
         with self._database.appending() as connection:
             return append(connection, groups, now)
+
+    def number_exports(
+        self, stream: StreamRecord, exports: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, int] | None]:
+        """(seq, count) of the report that each export becomes: the same whenever it is sent again.
+
+        exports: time in nanoseconds, and a digest of what it holds; several of one time differ in that. `count` is
+        the place of its time among all, from 1. None: it is older than all that are still known.
+
+        Raises:
+            Gone, NotFound: the run was deleted.
+        """
+        table = schema.numbered_export
+        mine = {"run_id": stream.run_id, "stream_id": stream.stream_id}
+        own = [table.c[name] == value for name, value in mine.items()]
+        with self._database.writing() as connection:
+            require_run(connection, stream.run_id, lock=True)
+            row = connection.execute(select(table).where(*own)).first()
+            if row is not None:
+                require_row(table, row)
+            known = _Exports() if row is None else msgspec.json.decode(row.known, type=_Exports)
+            places = [known.place(time, digest) for time, digest in exports]
+            if row is None:
+                connection.execute(insert(table).values(**mine, known=to_json(known)))
+            elif to_json(known) != row.known:
+                update_rows(connection, table, {"known": to_json(known)}, *own)
+        return places
 
     def record_gaps(self, stream: StreamRecord, gaps: Sequence[wire.ReportGap], now: float) -> None:
         """Add gaps to the stream's, with an event if any is new.

@@ -66,6 +66,7 @@ _CONFIG_GROWTH: Final = 8
 _AS_STORED: Final = [column.name for column in _RUN.c if column.name not in {"config", "updated_at", "checks"}]
 _OWNED: Final = (
     schema.entry,
+    schema.numbered_export,
     schema.run_latest,
     schema.run_summary,
     schema.event,
