@@ -108,8 +108,8 @@ def fill(store, runs=FLEET, project="p"):
         store.runs.update(run.run_id, wire.RunUpdate(state="finished"), NOW + 100)
 
 
-def launch(store, run, attempt, first_step):
-    """One attempt: registered, and all that it reports."""
+def launch(store, run, attempt, first_step, rank=0):
+    """One attempt: registered, and all that a rank of it reports."""
     launched = f"launch-{attempt}"
     store.streams.create_attempt(run.run_id, wire.AttemptCreate(launch_id=launched, first_step=first_step), NOW)
     layers = [
@@ -118,14 +118,14 @@ def launch(store, run, attempt, first_step):
         )
         for name in NAMES
     ]
-    stream_id = f"{run.run_id}-{attempt}"
+    stream_id = f"{run.run_id}-{attempt}" + (f"-{rank}" if rank else "")
     watched = watch(run.strategy)
-    create = stream_create(stream_id, launched, layers=layers, statistics=run.keys, watch=watched)
+    create = stream_create(stream_id, launched, layers=layers, statistics=run.keys, watch=watched, rank=rank)
     store.streams.create_stream(run.run_id, create, NOW)
     stream = store.streams.stream_record(stream_id)
     steps = range(first_step, run.steps + 1)
     store.journal.append(
-        [ReportGroup(stream, [_report(run, i, step, attempt) for i, step in enumerate(steps)])], NOW
+        [ReportGroup(stream, [_report(run, i, step, attempt + 10 * rank) for i, step in enumerate(steps)])], NOW
     )
 
 

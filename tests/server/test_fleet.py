@@ -13,18 +13,35 @@ from fastapi.testclient import TestClient
 
 from collage_monitor.command.query import open_fleet
 from tests.server import fleet
-from tests.server.conftest import Clock, Server
+from tests.server.conftest import NOW, Clock, Server
 from tests.server.questions import ANSWERS, DIALECTS, QUESTIONS, Numbers, same_rows
 
 TITLES = [title for title, _ in QUESTIONS]
 
 
-@pytest.fixture(scope="module")
-def answered(tmp_path_factory):
+def change(store):
+    """A run more that is deleted again, and a rank that comes late to a run in the table; each is published."""
+    more = [fleet.FleetRun("more", "plain", 1e-3)]
+    fleet.fill(store, more)
+    fleet.archive_all(store, more)
+    assert publish(store, "p").runs == len(fleet.FLEET) + 1
+    store.runs.delete("more", NOW)
+    assert publish(store, "p").runs == len(fleet.FLEET)
+    fleet.launch(store, fleet.FLEET[6], 1, 1, rank=1)
+    fleet.archive_all(store)
+
+
+@pytest.fixture(scope="module", params=["as made", "right after a deletion and a late rank"])
+def answered(request, tmp_path_factory):
     """(the published table, the API's answers)."""
     folder = tmp_path_factory.mktemp("fleet")
     store = fleet.opened(folder)
     table = publish(store, "p").table
+    if request.param != "as made":
+        before = set(DeltaTable(table).file_uris())
+        change(store)
+        publish(store, "p")
+        assert before - set(DeltaTable(table).file_uris()), "the late rank's run was written anew"
     clock = Clock()
     app = create_app(Settings(folder=folder, no_auth=True), clock=clock, store=store)
     with TestClient(app, base_url="http://127.0.0.1") as client:
@@ -80,7 +97,6 @@ def test_spark_gives_them_on_two_workers(answered):
         spark.stop()
 
 
-@pytest.mark.nightly
 def test_polars_gives_them(answered):
     import polars
 
