@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
+
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from collage_server.errors import StoreUnusable
+from collage_server.settings import Settings
 from collage_server.store.migrate import head_revision
 from collage_server.store.server_tables import SERVER_TABLES, metadata
 from collage_server.store.sqlite import SqliteStore
 from sqlalchemy import UniqueConstraint, text
+
+from tests.server.conftest import Clock, running
+from tests.server.samples import report
+
+UPGRADES = Path(__file__).with_name("upgrades")
 
 
 @pytest.fixture
@@ -46,3 +56,32 @@ def test_every_unique_key_begins_with_run_id():
         keys += [list(index.columns) for index in table.indexes if index.unique]
         for key in keys:
             assert key[0].name == "run_id", (table.name, [column.name for column in key])
+
+
+def held(old, new):
+    """What a newer server says holds all that the older one said; fields may have been added."""
+    if isinstance(old, dict):
+        return all(key in new and held(value, new[key]) for key, value in old.items())
+    if isinstance(old, list):
+        return len(old) == len(new) and all(map(held, old, new))
+    return bool(old == new)
+
+
+@pytest.mark.parametrize("revision", ["r0011", "r0014"])
+def test_a_database_of_an_earlier_server_is_taken_over_and_nothing_is_lost(tmp_path, revision):
+    """`upgrades/` keeps databases that earlier code made: two ranks and a second launch, in chunks and in reports
+    that are not sealed, a note, a token; and what that code's server answered of them."""
+    files = {path.suffixes[0]: gzip.decompress(path.read_bytes()) for path in UPGRADES.glob(f"{revision}.*")}
+    (tmp_path / "collage.sqlite").write_bytes(files[".sqlite"])
+    with running(Settings(folder=tmp_path, no_auth=True), Clock()) as server:
+        for _ in range(2):
+            for path, text in json.loads(files[".answers"]).items():
+                now = server.client.get(f"/api/v1{path}").text
+                lines, found = text.splitlines(), now.splitlines()
+                assert held([json.loads(line) for line in lines], [json.loads(line) for line in found]), path
+            server.seal("old")
+        more = [report(i, 280 + i) for i in range(30)]
+        told = server.reports(more, "s2")
+        assert (told.accepted, told.duplicates) == (10, 20)
+        assert server.series("loss", "old", points=10_000).steps == list(range(1, 310))
+        assert server.app.state.collage.store.check_database().damaged == ()
