@@ -261,9 +261,8 @@ class Watch:
 
     @property
     def skipped_so_far(self) -> float:
-        """Steps that a loss scaler skipped, known without waiting, if none was taken yet."""
-        skipped = self._assembly.skipped_steps if self.step is None else None
-        return skipped if isinstance(skipped, float) else 0.0
+        """Steps that a loss scaler skipped, known without waiting, if none was measured yet."""
+        return self._assembly.skipped_so_far
 
     @property
     def removed(self) -> bool:

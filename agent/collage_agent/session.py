@@ -111,7 +111,7 @@ class _WatchReporter:
         self.run = run
         self._place(run.attach(handle, predecessor.handle if predecessor is not None else None), run)
         if self.first_step is not None:
-            run.started((handle.step or 0) + 1, self.index)
+            run.started(self.first_step if handle.step is None else handle.step + 1, self.index)
 
     def worker_cpu_seconds(self) -> float:
         """CPU that delivering has used."""

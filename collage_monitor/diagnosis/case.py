@@ -174,8 +174,19 @@ class Case:
 
     @property
     def all_skipped(self) -> float:
-        """How many steps a loss scaler skipped, if it skipped all that there were; else 0."""
-        return 0.0 if self.model.keys() - {"skipped_steps"} else self.number("skipped_steps") or 0.0
+        """How many steps a loss scaler skipped, if it skipped all that could be measured; else 0.
+
+        A fused optimizer is called for a skipped step, too: then it is measured, and all its numbers are undefined.
+        """
+        return 0.0 if self.number("elements") else self.evidence.skipped
+
+    @property
+    def skipped_in_words(self) -> str:
+        """That the loss scaler skipped all of these steps."""
+        skipped = f"{self.evidence.skipped:,.0f}"
+        measured = self.evidence.last_step is not None
+        which = f"each measured step, {skipped} in all" if measured else f"all {skipped} steps so far"
+        return f"the loss scaler skipped {which}, because gradients were not finite"
 
     @property
     def idle(self) -> float:

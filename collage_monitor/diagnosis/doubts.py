@@ -60,8 +60,7 @@ def nothing_intended(case: Case) -> Finding:
     """Why there is no u: each reason has its own sentence."""
     elements, layers = case.number("elements"), case.evidence.layers
     if skipped := case.all_skipped:
-        text = f"the loss scaler skipped all {skipped:,.0f} steps so far, because gradients were not finite"
-        return _doubt(text, "every step was skipped", "skipped_steps", skipped)
+        return _doubt(case.skipped_in_words, "every step was skipped", "skipped_steps", skipped)
     if not case.model:
         return _doubt("no step was measured yet", "no step measured yet", "measured_steps")
     if not elements and layers and all(map(is_named_by_group, layers)):

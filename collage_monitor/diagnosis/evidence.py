@@ -80,7 +80,8 @@ class Evidence:
     model: the whole model's metrics by key; layers: those of each layer, empty if not read.
     first_step to last_step: the steps that they merge. silent: ranks that do not report any more.
     now: the model's metrics over the newest of these steps, empty if there are no others. history: metrics over the
-    whole run. logged: names of logged losses that are not finite, with the first step of this.
+    whole run. logged: names of logged losses that are not finite, with the first step of this. skipped: the steps
+    that a loss scaler skipped.
     """
 
     model: Values
@@ -92,6 +93,7 @@ class Evidence:
     now: Values = field(default_factory=dict)
     history: History = field(default_factory=History)
     logged: Mapping[str, int] = field(default_factory=dict)
+    skipped: float = 0.0
 
 
 def evidence_of(

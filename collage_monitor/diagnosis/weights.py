@@ -74,7 +74,7 @@ def _states(case: Case) -> Iterator[Finding]:
 def _skipped(case: Case) -> Iterator[Finding]:
     """A scale settles within a few steps; where it never does, no step is taken and the weights stand still."""
     if (skipped := case.all_skipped) > _SKIPPED.threshold:
-        text = f"the loss scaler skipped all {skipped:,.0f} steps so far, because gradients were not finite"
+        text = case.skipped_in_words
         yield Finding("not finite", text, _SKIPPED.metric, skipped, _SKIPPED.threshold, short=text)
 
 

@@ -18,9 +18,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from collage_monitor.client import Client
 from collage_monitor.command import root, server
 from collage_monitor.diagnosis import finite
-from tests.agent.training import mlp, train
+from tests.agent.training import mlp, mlp_loss, train
 from tests.agent_delivery.test_attempts import Application
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, until
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_terminal_notebook_and_server_say_the_same(served, monkeypatch, make):
         assert finite(value) == (None if known is None else pytest.approx(known, rel=1e-9)), key
 
     monkeypatch.setattr(server, "Client", lambda url, token: client)
-    shown = CliRunner().invoke(root, ["show", run.run_id, "--server-url", "http://127.0.0.1"])
+    shown = CliRunner().invoke(root, ["show", run.run_id, "--all", "--server-url", "http://127.0.0.1"])
     assert shown.exit_code == 0, shown.output
     assert here.headline in shown.output
     assert here.text in str(handle)
@@ -110,3 +110,35 @@ def test_an_average_that_stands_still_is_told_everywhere_of_a_run_whose_weights_
         name = f"average_{key}_ratio"
         assert finite(latest[name]) == pytest.approx(summary["model"][name], rel=1e-9)
     assert series.values[-1] == summary["layers"]["0.weight"]["average_moved_ratio"]
+
+
+@pytest.mark.parametrize("logs", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_run_whose_steps_are_all_skipped_is_told_everywhere_while_it_goes_on(served, fused, logs):
+    """The server had no word, no gauge and no finding of it, and a fused optimizer's layers "had no gradient"."""
+    application, client = served
+    run = init("p", "skipped", transport=application)
+    model = mlp(dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    handle = collage.watch(model, optimizer, every=1, budget=None)
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(65):
+        scaler.scale(mlp_loss(model, step) * float("inf")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if logs:
+            collage.log({"tokens": step})
+    here = handle.judgement()
+    assert (here.health, here.findings[0].alert) == ("not finite", "CollageNotFinite")
+    until(lambda: "skipped_steps" in client.latest(run.run_id).scalars, "the report of skipped steps")
+    until(lambda: client.latest(run.run_id).scalars["skipped_steps"].value == 65.0, "the report of the last")
+    there = client.overview(run.run_id, fresh=True)
+    assert (here.health, here.headline, here.advised) == (there.health, there.headline, there.advised)
+    assert [(own.key, own.value, own.alert) for own in there.findings] == [
+        ("skipped_steps", 65.0, "CollageNotFinite")
+    ]
+    run.finish(seconds=PATIENCE_SECONDS)
+    events = client.events(run.run_id).events
+    assert {event.kind for event in events} == {"attempt", "skipped_steps"}
+    assert events[0].step == 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -26,6 +26,8 @@ class SkippedSteps:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        self.tell: Callable[[], None] = _nobody
+        """Called after each step for which the optimizer was not called."""
         self._optimizer = weakref.ref(optimizer)
         self._calls = 0
         self._missed = 0
@@ -78,6 +80,10 @@ def loss_scaling(optimizer: Optimizer) -> tuple[Tensor | None, Tensor | None]:
     )
 
 
+def _nobody() -> None:
+    """Nobody is to be told."""
+
+
 _LISTENING: Final[weakref.WeakSet[SkippedSteps]] = weakref.WeakSet()
 
 
@@ -94,7 +100,9 @@ def _listen(counter: SkippedSteps) -> None:
         result = original(scaler, optimizer, *args, **kwargs)
         for counter, calls in counters if scaler.is_enabled() else ():
             counter._scaled = True
-            counter._missed += counter._calls == calls
+            if counter._calls == calls:
+                counter._missed += 1
+                counter.tell()
         return result
 
     step.tells_of_skipped_steps = True  # type: ignore[attr-defined]

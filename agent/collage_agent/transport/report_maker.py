@@ -136,6 +136,9 @@ class ReportMaker:
         measurement, layout = item.measurement, item.measurement.layout
         if item.ready is not None:
             item.ready.synchronize()
+        scalars = {name: float(value) for name, value in measurement.scalars.items()}
+        if not layout.statistics:
+            return _Draft(measurement.step, measurement.time, scalars)
         table = measurement.table()
         merged = reduce_shards(table, axis=0)
         rows = [self._rows[key] for key in layout.statistics]
@@ -144,7 +147,6 @@ class ReportMaker:
         totals[np.ix_(rows, columns)] = table.array
         model = np.full(totals.shape[0], np.nan)
         model[rows] = [merged.get(key, np.nan) for key in layout.statistics]
-        scalars = {name: float(value) for name, value in measurement.scalars.items()}
         self.measured.append(MeasuredTotals(measurement.step, measurement.time, table, merged, scalars))
         return _Draft(measurement.step, measurement.time, scalars, totals, model)
 

@@ -43,6 +43,8 @@ __all__ = ["Assembly"]
 _LOG = logging.getLogger("collage_agent")
 _MANY_LAYERS: Final = 2_000
 """With more, the first report is without bytes per parameter: counting them takes a quarter of such a step."""
+_SKIPPED_BETWEEN_REPORTS: Final = 32
+"""A scale settles within as many steps; whoever skips more without having taken one is reported."""
 
 
 class Assembly:
@@ -83,6 +85,8 @@ class Assembly:
         self._coverage: wire.Coverage | None = None
         self._beginnings: list[int] = []
         self._contract: Contract | None = None
+        for own in hooks:
+            own.skipped.tell = self._step_was_skipped
         if isinstance(options.expect, Expectations):
             self._contract = Contract(options.expect, options.on_breach, options.windows)
 
@@ -121,6 +125,28 @@ class Assembly:
     def skipped_steps(self) -> float | Tensor | None:
         """Steps that a loss scaler skipped; None where none was seen."""
         return most_skipped([hooks.skipped for hooks in self._hooks])
+
+    @property
+    def skipped_so_far(self) -> float:
+        """Steps that a loss scaler skipped, known without waiting, if none was measured yet."""
+        skipped = self.skipped_steps if self.last is None else None
+        return skipped if isinstance(skipped, float) else 0.0
+
+    def _step_was_skipped(self) -> None:
+        """Report skipped steps now and then while no step is taken: no measured one would ever tell of them."""
+        skipped = self.skipped_so_far
+        due = skipped > _SKIPPED_BETWEEN_REPORTS and skipped % _SKIPPED_BETWEEN_REPORTS == 1
+        if not due or self._reporter is None or self._guard.disabled:
+            return
+        try:
+            with self._governor.timing():
+                taken = self.steps_before() if self._steps_before is None else self._steps_before
+                if self._reporter is not None:
+                    nothing, layout = torch.zeros(0, 0), Layout((), (), self.info)
+                    told = Measurement(layout, taken, time.time(), nothing, {"skipped_steps": skipped})
+                    self._reporter.measured(told)
+        except Exception as error:
+            self._guard.caught("reporting skipped steps", error)
 
     def steps_before(self) -> int:
         """The first optimizer is about to take its first step: tell so, and return the steps taken before."""

@@ -95,7 +95,7 @@ def evidence_of_past(
 ) -> Evidence:
     """The recent past as a judgement takes it, with its history. skipped: steps, by a loss scaler."""
     if past is None or layout is None:
-        return Evidence({"skipped_steps": skipped} if skipped else {}, watch=info)
+        return Evidence({}, watch=info, skipped=skipped)
     recent = past.recent(last_change((), info, past.last_steps[-1]))
     names = [layer.name for layer in layout.layers]
     return diagnosis.evidence_of(
@@ -106,6 +106,7 @@ def evidence_of_past(
         first_step=recent.first_steps[0],
         last_step=recent.last_steps[-1],
         history=_history(past, names),
+        skipped=skipped,
     )
 
 

@@ -21,6 +21,7 @@ from collage_monitor.diagnosis import (
     SilentRanks,
     Track,
     evidence_of,
+    finite,
     judge,
     last_change,
     recent_points,
@@ -135,6 +136,8 @@ def find_silent_ranks(
 def overview(record: RunRecord, points: OverviewPoints, *, every_number: bool = False) -> wire.Overview:
     """The evaluation of one run. every_number: with all metrics of the model, not only those that pages show."""
     facts: dict[str, Any] = {"watch": record.watch, "logged": _not_finite(points.logged_losses)}
+    if (skipped := record.scalars.get("skipped_steps")) is not None:
+        facts["skipped"] = finite(skipped.value) or 0.0
     if not len(points.model.steps):
         evidence = Evidence({}, **facts)
     else:
