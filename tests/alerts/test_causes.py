@@ -352,9 +352,46 @@ def test_what_holds_of_some_of_the_layers_does_not_hold_of_all():
     assert weighed("CollageUpdatesLost", 0, evidence({}, {}, run=rounded)) is True
 
 
-@pytest.mark.parametrize(("steps", "holds"), [(799.0, False), (798.0, True)])
-def test_an_oracle_of_the_first_step_was_attached_as_the_run_began(steps, holds):
-    assert weighed("CollageOracleDrift", 0, evidence({}, {"oracle_steps": steps})) is holds
+SMALL_STANDING = {name: {"edq_ratio": 0.0, "update_to_weight_ratio": 1e-9} for name in ("a", "b", "c")}
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "found", "holds"),
+    [
+        ("CollageOracleDrift", 0, evidence({}, {"oracle_steps": 799.0}), False),
+        ("CollageOracleDrift", 0, evidence({}, {"oracle_steps": 798.0}), True),
+        ("CollageLayersStandStill", 1, evidence(layers=SMALL_STANDING | LAYERS), True),
+        ("CollageLayersStandStill", 1, evidence(layers=SMALL_STANDING), None),
+        ("CollageResidualsOff", 2, evidence(run=converted(after=399)), True),
+        ("CollageResidualsOff", 2, evidence(run=converted(after=398)), False),
+        ("CollageResidualsOff", 2, evidence(run=converted(after=799)), True),
+        ("CollageResidualsOff", 2, evidence(run=converted(after=800)), False),
+        ("CollageNotFinite", 0, evidence({"loss": 3.0}, {"loss": 0.0}, metric="loss"), False),
+        ("CollageWindowUpdatesLost", 0, evidence({}, {"half_ulp_margin": -5.0}, labels={"window": "64"}), False),
+        ("CollageGradientExploding", 0, tokens(20, 10), True),
+        ("CollageGradientExploding", 0, tokens(20, 18), None),
+    ],
+)
+def test_what_stands_at_an_edge(name, place, found, holds):
+    """The first and last step of the spans, the rest of the layers alone, nothing left, fewer as well as more."""
+    assert weighed(name, place, found) is holds
+
+
+def test_what_is_below_zero_rises_by_a_share_of_its_size():
+    holds = [causes.rose(evidence({"loss": -1.0}, {"loss": now}), "loss", by=0.5).holds for now in (-0.6, -0.4)]
+    assert holds == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("begun", "attempt"), [([], None), ([400], None), ([401], 2), ([900], 2), ([901], None), ([500, 700], 3)]
+)
+def test_the_newest_restart_after_the_first_step_before_and_up_to_the_alert_counts(begun, attempt):
+    later = [
+        msgspec.structs.replace(RESUMED[1], attempt=number, first_step=step, measured_from=step)
+        for number, step in enumerate(begun, start=2)
+    ]
+    found = restarted(evidence(run=run_with(attempts=[*RUN.attempts, *later])))
+    assert (found and found.attempt) == attempt
 
 
 def test_a_run_that_began_late_was_not_restarted_and_tokens_are_counted_a_step():

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from collage_server.alerts.condition_evaluation import Evaluation, Sample
+from collage_server.alerts.condition_evaluation import Evaluation, Sample, quantile
 
 from collage_monitor.alerts import ALERTS, Alert, Condition
 from tests.alerts.traces import CASES, fires, length_of, traces
@@ -184,3 +184,53 @@ def test_a_finding_that_need_wake_nobody_fires_nothing():
     found = sampled("collage_finding", 0.94, key="edq_ratio")
     evaluation = Evaluation(ALERTS.values())
     assert [change for minute in range(90) for change in evaluation.observe(60.0 * minute, found)] == []
+
+
+@pytest.mark.parametrize(
+    ("step", "since_resume", "fires"),
+    [(100.0, None, False), (101.0, None, True), (500.0, 49.0, False), (500.0, 50.0, True)],
+)
+def test_a_run_is_judged_after_its_warm_up_and_once_it_has_settled(step, since_resume, fires):
+    condition = Condition("s", ">", 0.5)
+    entry = Alert("A", "", 0.0, 0.0, 100, "info", "", "", (), "", conditions=(condition,), settle_steps=50)
+    given = [Sample("s", RUN, 1.0), Sample("collage_step", RUN, step)]
+    given += [] if since_resume is None else [Sample("collage_steps_since_resume", RUN, since_resume)]
+    assert bool(Evaluation([entry]).observe(0.0, given)) is fires
+
+
+@pytest.mark.parametrize(("last", "fires"), [(899.0, False), (900.0, True)])
+def test_a_value_is_seen_for_less_than_five_minutes(last, fires):
+    """Where no rounds took place no series ended: a value five minutes older than the window is not known."""
+    growth = Condition("s", ">", 4.0, "growth")
+    evaluation = Evaluation([Alert("A", "", 300.0, 0.0, 0, "info", "", "", (), "", conditions=(growth,))])
+    evaluation.observe(0.0, [])
+    found = [evaluation.observe(time, [Sample("s", RUN, value)]) for time, value in ((300.0, 3.0), (last, 5.0))]
+    assert [bool(changes) for changes in found] == [False, fires]
+
+
+def test_an_alert_ends_so_long_after_its_condition_held_last():
+    condition = Condition("s", ">", 0.5)
+    entry = Alert("A", "", 0.0, 0.0, 0, "info", "", "", (), "", conditions=(condition,), keep_firing_seconds=120.0)
+    evaluation, found = Evaluation([entry]), []
+    for minute, value in enumerate([1.0, 0.0, 1.0, 0.0, 0.0, 0.0]):
+        changes = evaluation.observe(60.0 * minute, [Sample("s", RUN, value)])
+        found += [(minute, change.firing) for change in changes]
+    assert found == [(0, True), (5, False)]
+
+
+def test_nan_is_less_than_any_number_and_the_first_recorded_gauge_counts():
+    assert quantile([3.0, math.nan, 1.0], 1.0) == 3.0
+    assert quantile([3.0, math.nan, 1.0], 0.75) == 2.0
+    assert math.isnan(quantile([3.0, 1.0, math.nan], 0.0))
+    recorded = Condition("collage:grad_norm", ">", 0.0)
+    entry = Alert("A", "", 0.0, 0.0, 0, "info", "", "", (), "", conditions=(recorded,))
+    gauges = [Sample(f"collage_grad_norm{end}", RUN, value) for end, value in (("_unclipped", 7.0), ("", 1.0))]
+    for given in (gauges, gauges[::-1]):
+        assert [change.value for change in Evaluation([entry]).observe(0.0, given)] == [7.0]
+
+
+@pytest.mark.parametrize("measure", ["value", "recent"])
+def test_a_value_at_the_threshold_is_not_beyond_it(measure):
+    for comparison, beyond in (("<", 0.4), (">", 0.6)):
+        condition = Condition("s", comparison, 0.5, measure)
+        assert [condition.is_beyond(value) for value in (0.5, beyond, 1.0 - beyond)] == [False, True, False]

@@ -32,6 +32,17 @@ def test_totals_give_the_same_evidence_whatever_process_holds_them():
     assert judge(evidence_of({}, watch=watch)).text == "No step was measured yet."
 
 
+@pytest.mark.parametrize(
+    ("measured", "taken"), [([1.0] * 5, 0), ([1.0] * 6, 5), ([4.0, 4.0, 1.0], 2), ([9.0, 5.0], 1), ([9.0], 0)]
+)
+def test_now_is_the_newest_points_with_five_steps_unless_they_are_all(measured, taken):
+    numbers = np.arange(float(len(measured)))
+    model = {"measured_steps": np.array(measured), "elements": numbers + 10, "intended_squared_sum": numbers + 1}
+    found = evidence_of(model).now
+    assert found == (evidence_of({key: values[-taken:] for key, values in model.items()}).model if taken else {})
+    assert evidence_of(model, watch=wire.WatchInfo(optimizer="Shampoo", intent="whole-tensor")).now == {}
+
+
 def launches(*measured_from):
     return [
         wire.Attempt(run_id="r", attempt=n, launch_id=f"l{n}", first_step=1, created_at=0.0, measured_from=begin)
@@ -50,10 +61,12 @@ CONVERTED = wire.Conversion(source="plain", target="plus", step=100)
         (launches(1, 101), {}, 101),
         (launches(1, None, 101, None), {}, 101),
         (launches(1, 101, 51), {}, 51),
+        (launches(1, 101, 120), {}, 120),
         (launches(1, 101, 121), {}, 101),
         (launches(1), {"conversion": CONVERTED}, 101),
         (launches(1, 110), {"conversion": CONVERTED}, 110),
         (launches(1), {"kept_since": 90, "conversion": CONVERTED}, 90),
+        (launches(1, 51), {"kept_since": 120}, 120),
         (launches(1, 51), {"kept_since": 121}, 51),
     ],
 )

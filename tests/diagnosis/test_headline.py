@@ -49,6 +49,12 @@ def test_what_the_model_loses_and_where_most_is_lost_are_two_facts():
     )
 
 
+def test_nearly_all_layers_are_more_than_nine_of_ten():
+    for count, said in ((10, "9 of 10 layers lose most of theirs"), (11, "nearly all layers lose most of theirs")):
+        layers = {f"blocks.{place}.weight": losing_layer() for place in range(count - 1)}
+        assert said in told(layers=layers | {"head.weight": losing_layer(lost=0.4)})
+
+
 def test_what_moves_is_told_as_it_is_now():
     """A cosine to zero: "48.3 % of updates are lost, from the start; EDQ 0.985" was said of a run that stands
     still: 88 % lost, EDQ 0.16, since the rate fell."""
@@ -111,7 +117,8 @@ def test_since_is_where_the_level_was_passed_for_good_ramps_too():
     assert since_beyond(track(ramp), 0.05, below=False) == 13
     assert since_beyond(track([0.9] * 5), 0.05, below=False) == 1
     assert since_beyond(track([0.9]), 0.05, below=False) is None, "one step has no since"
-    assert since_beyond(track([0.5, 0.9, 0.0, 0.0]), 0.05, below=False) is None, "not beyond it now"
+    for back in ([0.5, 0.9, 0.0, 0.0], [0.9, 0.0]):
+        assert since_beyond(track(back), 0.05, below=False) is None, "not beyond it now"
     assert since_beyond(track([np.nan, 0.9, 0.0, 0.0, 0.9, 0.9]), 0.05, below=False) == 5
     fallen = [0.9, 1.0, 1.0, 0.99, 0.94, 0.9, 0.8]
     assert since_beyond(track(fallen), 0.95, below=True) == 5
@@ -142,6 +149,12 @@ def test_merged_points_are_read_again_until_the_step_is_known():
     coarse = Track(steps[::16], steps[15::16], merged)
     history = History({"lost_update_ratio": coarse}, finer=read)
     assert history.since("lost_update_ratio", None, 0.05, below=False) == (105, ", since step 105")
+    alone = History({"lost_update_ratio": coarse})
+    assert alone.since("lost_update_ratio", None, 0.05, below=False) == (112, ", since step 112"), "its last step"
+    of_layer = History(of_layer=lambda key, layer: coarse, finer=read)
+    assert of_layer.since("lost_update_ratio", "a", 0.05, below=False) == (112, ", since step 112")
+    undefined = History({"lost_update_ratio": track([np.nan, np.nan, 0.0, 0.0, 0.9, 0.9, 0.9])})
+    assert undefined.since("lost_update_ratio", None, 0.05, below=False) == (5, ", since step 5")
 
 
 def test_a_run_that_lost_already_and_fell_further_is_told_both():
@@ -150,8 +163,8 @@ def test_a_run_that_lost_already_and_fell_further_is_told_both():
     assert told(tracks=tracks, changes=[fell]).startswith(
         "Loses 70.0 % of its updates (EDQ 0.800), from the start, more since step 62"
     )
-    slight = Onset(60, 62, 62, 0.3, 0.2)
-    assert "more since" not in told(tracks=tracks, changes=[slight])
+    for slight in (Onset(60, 62, 62, 0.3, 0.2), Onset(60, 62, 62, 0.5, 0.36)):
+        assert "more since" not in told(tracks=tracks, changes=[slight])
 
 
 def test_the_layer_that_a_verdict_names_first_is_the_one_that_loses_the_most():

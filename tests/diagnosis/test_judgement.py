@@ -334,7 +334,7 @@ def test_states_rounded_at_random_are_judged_by_their_own_noise():
             {**GOOD, STATE: value, "state_decrement_noise_ratio/exp_avg_sq": noise}, strategy="stochastic"
         )
 
-    assert state(0.8, 0.1).health == "healthy"
+    assert state(0.8, 0.1).health == state(1.2, 0.1).health == "healthy"
     assert "exp_avg_sq is off by what chance may do (0.800)" in state(0.8, 0.1).text
     assert "exp_avg_sq decays as it should (0.950)" in state(0.95, 0.1).text
     assert state(0.8, 0.001).health == "states are stuck"
@@ -347,6 +347,8 @@ def test_states_rounded_at_random_are_judged_by_their_own_noise():
 def test_a_sample_that_gives_no_interval_gives_no_word_about_noise(edq):
     model = {**GOOD, "edq_ratio": edq, "update_error_ratio": 4.0, "sampled": 1e4, "elements": 1e6, "idle": 0.0}
     assert judged(model, strategy="stochastic").health == "unknown"
+    known = {**model, "edq_ratio": 1.0, "edq_ratio_low": 0.97, "edq_ratio_high": 1.03}
+    assert judged(known, strategy="stochastic").health == "healthy", "an interval says how exact it is"
     whole = {**model, "sampled": 1e9, "elements": 1e9, "edq_ratio": 1.0}
     assert judged(whole, strategy="stochastic").health == "healthy"
     # The error bounds what EDQ can be off by.

@@ -104,7 +104,8 @@ def test_a_number_counts_against_a_run_only_if_its_whole_interval_does(value, lo
 def test_what_silent_ranks_hold_is_in_doubt_unless_the_others_hold_it_too(held, word):
     info = wire.WatchInfo(optimizer="AdamW", observed_strategy="plain", dtype="bfloat16")
     silent = SilentRanks(reporting=2, expected=4, since=50, held=held)
-    assert judge(Evidence(GOOD, {}, info, 1, 100, silent)).health == word
+    found = judge(Evidence(GOOD, {}, info, 1, 100, silent))
+    assert (found.health, found.measured) == (word, held)
 
 
 @pytest.mark.parametrize(
@@ -130,11 +131,28 @@ def test_an_oracle_that_moves_away_confirms_nothing(now, word):
     assert judge(Evidence(model, {}, info, 1, 100, now={"edq_oracle_ratio": now})).health == word
 
 
-@pytest.mark.parametrize(("noise", "word"), [(0.0, "unknown"), (0.03, "healthy")])
-def test_newest_steps_move_a_number_if_three_standard_errors_do_not_explain_it(noise, word):
+@pytest.mark.parametrize(
+    ("beside", "word"),
+    [
+        ({"edq_noise_ratio": 0.0}, "unknown"),
+        ({"edq_noise_ratio": 0.03}, "healthy"),
+        ({"edq_ratio_low": 0.79, "edq_ratio_high": 1.01}, "healthy"),
+        ({"edq_ratio_low": 0.81, "edq_ratio_high": 0.99}, "unknown"),
+    ],
+)
+def test_newest_steps_move_a_number_if_chance_does_not_explain_it(beside, word):
+    """Neither three standard errors nor its interval."""
     info = wire.WatchInfo(optimizer="AdamW", observed_strategy="plain", dtype="bfloat16")
-    now = {"edq_ratio": 0.9, "edq_noise_ratio": noise, "intended_norm": 1.0}
+    now = {"edq_ratio": 0.9, "intended_norm": 1.0, **beside}
     assert judge(Evidence({**GOOD, "intended_norm": 1.0}, {}, info, 1, 100, now=now)).health == word
+
+
+@pytest.mark.parametrize(("elsewhere", "word"), [(0, "healthy"), (10, "healthy"), (30, "unknown")])
+def test_what_unwatched_optimizers_step_is_not_measured(elsewhere, word):
+    coverage = wire.Coverage(watched=100, elsewhere=elsewhere)
+    found = judged(GOOD, coverage=coverage)
+    assert found.health == word
+    assert found.measured == pytest.approx(100 / (100 + elsewhere))
 
 
 @pytest.mark.parametrize(("elements", "words"), [(None, "belongs to the model"), (10.0, "what was intended")])
@@ -182,3 +200,44 @@ def test_layers_stand_still_if_all_of_them_do(lost, verb):
     assert "66.7 % of the elements" in found.headline
     unknown = {**layers, "c": layer(elements=None)}
     assert "of the elements" not in judged(GOOD, unknown, fingerprint=TO_NEAREST).headline
+
+
+@pytest.mark.parametrize(
+    ("second", "told"), [("float32", []), ("bfloat16", ["collage_agent.optim"]), (None, ["collage_agent.optim"])]
+)
+def test_states_in_fp32_get_no_advice_if_all_that_are_stuck_are(second, told):
+    own = wire.Trained(
+        optimizer="AdamW",
+        fitting="CollageAdamW",
+        strategy="plain",
+        betas=[0.9, 0.999],
+        first_moments=1,
+        second_moments=1,
+        parameters={"bfloat16": 8},
+    )
+    kept = {"exp_avg": "float32"} | ({} if second is None else {"exp_avg_sq": second})
+    stuck = {**GOOD, "state_decrement_ratio/exp_avg": 0.1, STATE: 0.1}
+    found = judged(stuck, fingerprint=wire.Fingerprint(stochastic_rounding=False, states=kept), trained=[own])
+    assert [name for entry in found.advice for name in told if name in entry.choices[0].code] == told
+    assert bool(found.advice) == bool(told)
+
+
+def test_bytes_of_advice_are_means_over_the_weights():
+    """Of several optimizers by their sizes; weights in 32 bits count as they stay."""
+    losing = {**GOOD, "lost_update_ratio": 0.67, "update_error_ratio": 0.8}
+
+    def told(*trained):
+        found = judged(losing, fingerprint=TO_NEAREST, trained=trained)
+        return found.advice[0].choices[0].bytes_per_parameter
+
+    def adam(**more):
+        moments = {"betas": [0.9, 0.999], "first_moments": 1, "second_moments": 1}
+        return wire.Trained(optimizer="AdamW", fitting="CollageAdamW", strategy="plain", **moments, **more)
+
+    sizes = ((8, 10.0), (24, 20.0))
+    alone = [wire.Trained(optimizer="Own", parameters={"bfloat16": n}, float32_bytes=size) for n, size in sizes]
+    assert told(*alone) == 17.5
+    narrow = told(adam(parameters={"bfloat16": 8}))
+    assert told(adam(parameters={"bfloat16": 8, "float32": 24})) == pytest.approx((narrow + 3 * 16) / 4)
+    assert told(adam(parameters={"bfloat16": 8}, sparse=4, float32_bytes=16.0)) == narrow
+    assert told(adam(parameters={"bfloat16": 8}, sparse=8, float32_bytes=17.0)) == 17.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import numpy as np
 import pytest
@@ -108,3 +110,20 @@ def test_a_report_that_is_on_its_way_is_no_silence():
     alone = [1], [1.0], [1], [2], [1.0]
     assert silent_ranks(*alone) is None
     assert silent_ranks(*alone, is_over=True) == SilentRanks(reporting=1, expected=2, since=1, held=None)
+
+
+@pytest.mark.parametrize(
+    ("elements", "whole", "held"),
+    [
+        ([4.0] * 12 + [2.0] * 8, 0.0, 0.5),
+        ([4.0] * 12 + [6.0] * 8, 0.0, 1.0),
+        ([2.0] * 8, 8.0, 0.25),
+        ([2.0] * 8, 0.0, None),
+        ([4.0] * 12 + [math.inf] * 8, 0.0, None),
+    ],
+)
+def test_the_others_hold_a_share_of_what_all_held(elements, whole, held):
+    steps = list(range(len(elements)))
+    ranks, expected = [4] * (len(steps) - 8) + [2] * 8, [4] * len(steps)
+    found = silent_ranks(steps, [1.0] * len(steps), ranks, expected, elements, whole)
+    assert found == SilentRanks(reporting=2, expected=4, since=len(steps) - 8, held=held)
