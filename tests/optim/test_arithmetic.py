@@ -1,5 +1,6 @@
 """The wide arithmetic's square root is the correctly rounded one, and scratch does not leak into results."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -7,7 +8,14 @@ import numpy
 import pytest
 import torch
 from collage_optim import CollageAdamW
-from collage_optim.arithmetic import WideArithmetic, Workspace, release_scratch, shared_workspace
+from collage_optim.arithmetic import (
+    StorageArithmetic,
+    WideArithmetic,
+    Workspace,
+    release_scratch,
+    shared_workspace,
+)
+from collage_optim.strategies import LOW_COMPONENT_SUFFIX
 from collage_optim.tensor_step import chunks, longest_chunk
 
 from tests.optim.models import parameters, train
@@ -45,6 +53,26 @@ def test_with_and_without_scratch_agree(dtype):
 
 def test_root_of_a_negative_number_is_not_a_number_and_no_warning():
     assert torch.isnan(WideArithmetic(workspace(1)).square_root(torch.tensor([-1.0]))).all()
+
+
+def test_of_two_pairs_the_larger_is_kept_whole():
+    pairs = [(1.0, 0.0), (2.0, 0.0), (1.0, 2.0**-10), (1.0, -(2.0**-10)), (2.0, -(2.0**-9))]
+    drawn = list(itertools.product(pairs, repeat=2))
+    state = {}
+    for name, own in zip(("most", "now"), zip(*drawn, strict=True), strict=True):
+        for key, values in zip((name, name + LOW_COMPONENT_SUFFIX), zip(*own, strict=True), strict=True):
+            state[key] = torch.tensor(values, dtype=torch.bfloat16)
+    StorageArithmetic().keep_maximum(state, "most", "now")
+    kept = zip(state["most"].tolist(), state["most" + LOW_COMPONENT_SUFFIX].tolist(), strict=True)
+    assert list(kept) == [max(both) for both in drawn]
+
+
+@pytest.mark.parametrize("decay", [0.999, 0.9])
+def test_a_pair_decays_by_the_decay_itself(decay):
+    """In bfloat16 0.999 is 1."""
+    state = {name: torch.full((1,), value, dtype=torch.bfloat16) for name, value in (("v", 1.0), ("v_low", 0.0))}
+    StorageArithmetic().average(state, "v", decay, torch.zeros(1, dtype=torch.bfloat16))
+    assert float(state["v"].double() + state["v_low"].double()) == pytest.approx(decay, rel=2.0**-15)
 
 
 def test_scratch_is_handed_out_in_turn_and_again():

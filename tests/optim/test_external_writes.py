@@ -230,6 +230,48 @@ def test_one_row_that_is_set_to_zero_costs_the_others_nothing(strategy):
     assert optimizer.external_writes == 1
 
 
+def test_after_two_writes_each_element_is_compared_with_what_the_step_left():
+    """One unit in the last place of an element outside the samples is seen then, and a checkpoint is still none."""
+    members, optimizer = trained("light")
+    weight, low = members[0].detach(), optimizer.state[members[0]]["parameter_low"]
+    for count in (1, 2):
+        weight.neg_()
+        step_without_moving(optimizer, members)
+        assert optimizer.external_writes == count
+    kept = weight.clone(), low.clone()
+    weight.view(torch.int16)[0, 0] += 1
+    step_without_moving(optimizer, members)
+    assert optimizer.external_writes == 3
+    weight.copy_(kept[0])
+    low.copy_(kept[1])
+    step_without_moving(optimizer, members)
+    assert optimizer.external_writes == 3
+
+
+def test_a_master_that_is_not_a_number_beside_such_a_weight_is_no_write():
+    members, optimizer = trained("master-weights", 1)
+    for step in (2, 3):
+        give_gradients(members, step=step)
+        members[1].grad.fill_(torch.nan)
+        optimizer.step()
+        members[1].detach().mul_(1)
+    assert members[1].isnan().all()
+    assert optimizer.external_writes == 0
+
+
+def test_a_loaded_master_between_its_weight_and_a_neighbour_is_no_write():
+    """It would round to the neighbour, which is even."""
+    member = torch.nn.Parameter(torch.full((8,), 1 + 2.0**-7, dtype=torch.bfloat16))
+    optimizer = CollageAdamW([member], strategy="master-weights")
+    train(optimizer, [member], 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["master_parameter"].fill_(1 + 2.0**-8)
+    member.data.fill_(1 + 2.0**-7)
+    optimizer.load_state_dict(saved)
+    step_without_moving(optimizer, [member])
+    assert optimizer.external_writes == 0
+
+
 @BY_STORAGE
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_raise_names_the_weight_before_anything_moves(strategy):

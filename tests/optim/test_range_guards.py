@@ -238,7 +238,7 @@ def test_what_is_looked_at_is_what_the_step_moves(monkeypatch, strategy):
     assert torch.equal(displacement, torch.cat([moved for _, moved in expected]))
 
 
-def test_a_look_reads_nothing_at_once(monkeypatch):
+def test_a_look_reads_nothing_at_once(monkeypatch, caplog):
     """As on a device: the sums are read when they have come, the warning comes then."""
     coming = []
     monkeypatch.setattr(DeferredReads, "add", lambda _, value, then: coming.append((value, then)))
@@ -252,9 +252,10 @@ def test_a_look_reads_nothing_at_once(monkeypatch):
     assert {float(tensor) for tensor in listening.read} <= {2.0, 3.0}
     assert len(coming) == 1
     assert not optimizer._update_guard.told
-    for value, then in coming:
+    for value, then in coming * 2:
         then(value)
     assert optimizer._update_guard.told
+    assert len([line for line in caplog.messages if "of what the updates move" in line]) == 1
 
 
 def test_said_once(caplog):
@@ -262,6 +263,37 @@ def test_said_once(caplog):
         return [CollageAdamW(parameters(), strategy="light") for _ in range(3)][-1]
 
     assert len(findings(caplog, make)) == 1
+
+
+def pushed_up(caplog, strategy, sizes, rates):
+    """Whether losses are told of weights of 1 that are moved by these sizes upwards, at these rates in turn."""
+    member = torch.nn.Parameter(torch.ones(len(sizes), dtype=torch.bfloat16))
+    optimizer = CollageSGD([member], lr=1.0, strategy=strategy)
+    with caplog.at_level(logging.WARNING, logger="collage_optim"):
+        for rate in rates:
+            optimizer.param_groups[0]["lr"] = rate
+            member.grad = -torch.tensor(sizes, dtype=torch.bfloat16)
+            optimizer.step()
+    return bool(caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "rates", "told"),
+    [
+        ("plain", [2.0**-9] * 24 + [2.0**-7] * 94, [1.0] * 3, True),
+        ("plain", [2.0**-9] * 16 + [2.0**-7] * 96, [1.0] * 3, False),
+        ("plain", [2.0**-9], [1.0] * 2, False),
+        ("plain", [2.0**-20], range(1, 9), False),
+        ("plain", [2.0**-20], [*range(1, 9), 8], True),
+        ("light", [1.5 * 2.0**-17], [1.0] * 3, False),
+        ("light", [0.75 * 2.0**-17], [1.0] * 3, True),
+    ],
+)
+def test_a_twentieth_below_half_a_gap_is_told_from_the_third_step_on_unless_the_rate_rises(
+    caplog, strategy, sizes, rates, told
+):
+    """All steps so far count like the one that is looked at. Beside a weight of 1 the gaps of a pair are 2^-16."""
+    assert pushed_up(caplog, strategy, sizes, rates) is told
 
 
 def test_float16_second_moments(caplog):
@@ -289,6 +321,7 @@ def test_what_is_advised_for_float16_exists_there(caplog):
 def test_float16_is_refused_where_it_means_nothing(options, words):
     with pytest.raises(ValueError, match=words):
         CollageAdamW(parameters(torch.float16), **options)
+    CollageAdamW(parameters(torch.float16), strategy="light", arithmetic="storage", eps=0.0)
 
 
 def test_a_few_elements_of_a_large_tensor_are_decoded(monkeypatch):

@@ -177,6 +177,52 @@ def test_checkpoints_load_across_strategies(source, target):
     train(second, others, 1)
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "is_dropped", "began"),
+    [
+        ("plain", "light", False, 20),
+        ("plain", "split-master", False, 20),
+        ("plain", "stochastic", False, 0),
+        ("light", "plus", False, 0),
+        ("light", "light", True, 0),
+    ],
+)
+def test_residuals_begin_at_the_last_step_of_states_that_had_none(source, target, is_dropped, began):
+    """What a checkpoint dropped is no conversion."""
+    members, first = trained(source)
+    saved = copy.deepcopy(first.state_dict())
+    saved["state"][0]["step"] = torch.tensor(7.0)
+    for state in saved["state"].values() if is_dropped else ():
+        del state["parameter_low"]
+    second = CollageAdamW([torch.nn.Parameter(member.detach().clone()) for member in members], strategy=target)
+    second.load_state_dict(saved)
+    group = second.param_groups[0]
+    assert (group.get("residuals_from", 0), group.get("converted_from", "")) == (began, source if began else "")
+    if began:
+        taken = CollageAdamW.from_optimizer(second, strategy="plus").param_groups[0]
+        assert (taken["residuals_from"], taken["converted_from"]) == (began, source)
+
+
+@pytest.mark.parametrize("source", ["light", "split-master"])
+def test_what_completed_a_weight_of_another_format_is_left(source):
+    members, first = trained(source)
+    others = [torch.nn.Parameter(member.detach().half()) for member in members]
+    second = CollageAdamW(others, strategy="light")
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for other in others:
+        assert torch.equal(second.stored_parameter(other), other.detach().double())
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq_low", "parameter_low"])
+def test_a_state_of_another_shape_is_refused(key):
+    members, first = trained("plus")
+    saved = copy.deepcopy(first.state_dict())
+    saved["state"][0][key] = saved["state"][0][key].flatten()[:5]
+    second = CollageAdamW([torch.nn.Parameter(member.detach().clone()) for member in members], strategy="plus")
+    with pytest.raises(ValueError, match=rf"holds {key} of shape \(5,\)"):
+        second.load_state_dict(saved)
+
+
 def test_checkpoints_of_torch_load():
     members = parameters()
     reference = torch.optim.AdamW(members, lr=5e-3, foreach=False)

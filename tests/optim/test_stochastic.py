@@ -212,10 +212,18 @@ def test_one_number_moves_in_the_mean_below_the_resolution_of_fp32(share, arithm
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("share", [1e-7, 5e-8, 1e-8])
-@pytest.mark.parametrize("strategy", ["light-stochastic", "split-master", "split-24bit-8bit"])
-def test_two_components_move_in_the_mean_below_the_resolution_of_fp32(strategy, share):
+@pytest.mark.parametrize(
+    ("strategy", "arithmetic"),
+    [
+        ("light-stochastic", "fp32"),
+        ("light-stochastic", "storage"),
+        ("split-master", "fp32"),
+        ("split-24bit-8bit", "fp32"),
+    ],
+)
+def test_two_components_move_in_the_mean_below_the_resolution_of_fp32(strategy, arithmetic, share):
     member = torch.nn.Parameter(torch.full((40_000,), 1.5, dtype=torch.bfloat16))
-    optimizer = CollageSGD([member], lr=1.5 * share, strategy=strategy, momentum=1e-9)
+    optimizer = CollageSGD([member], lr=1.5 * share, strategy=strategy, arithmetic=arithmetic, momentum=1e-9)
     for _ in range(64):
         member.grad = torch.ones_like(member)
         optimizer.step()

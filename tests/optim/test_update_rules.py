@@ -113,10 +113,30 @@ def test_maximising_is_minimising_against_the_gradient(strategy, arithmetic):
     assert not torch.equal(weights[0], parameters(shapes=((64,),))[0].detach())
 
 
-@pytest.mark.parametrize("strategy", ["plus", "full"])
-def test_a_gradient_whose_square_overflows_leaves_pairs_finite(strategy):
+@pytest.mark.parametrize("arithmetic", ["storage", "fp32"])
+@pytest.mark.parametrize("strategy", ["light", "kahan"])
+def test_steps_too_small_for_the_weight_add_up_beside_it(strategy, arithmetic):
+    member = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = CollageSGD([member], lr=1.0, strategy=strategy, arithmetic=arithmetic)
+    for step in range(1, 41):
+        member.grad = torch.full_like(member, -(2.0**-12))
+        optimizer.step()
+        assert optimizer.stored_parameter(member).tolist() == [1 + step * 2.0**-12] * 3
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arithmetic"),
+    [
+        ("plus", "storage"),
+        ("full", "storage"),
+        ("plus", "fp32"),
+        ("split-master", "fp32"),
+        ("split-master-8bit", "fp32"),
+    ],
+)
+def test_a_gradient_whose_square_overflows_leaves_states_of_several_parts_finite(strategy, arithmetic):
     (member,) = parameters(shapes=((64,),))
-    optimizer = CollageAdamW([member], lr=1e-2, strategy=strategy, arithmetic="storage")
+    optimizer = CollageAdamW([member], lr=1e-2, strategy=strategy, arithmetic=arithmetic)
     for _ in range(2):
         member.grad = torch.full_like(member, 1e25)
         optimizer.step()
