@@ -1,12 +1,13 @@
 """Forecasts against what really happens to numbers that are rounded, and schedules against their formulas."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from collage_monitor.definitions import HISTOGRAM_OCTAVES, Strategy
-from collage_monitor.forecast import ForecastError, GridRecord, forecast_strategies, record_of
+from collage_monitor.forecast import ForecastError, GridRecord, forecast_strategies, record_of, trained_dtype
 from collage_monitor.schedule import parse_schedule, schedule_of
 from collage_monitor.strategies import STRATEGIES, more_exact
 from collage_monitor.wire import Layer
@@ -79,6 +80,44 @@ def test_the_onset_is_that_of_the_rounding_itself(text, strategy):
         assert found.earliest <= came <= (found.latest or schedule.steps)
         assert found.rate == schedule.rates[found.onset - 1]
         assert found.first_in == "Linear.weight"
+
+
+def test_each_step_of_a_warm_up_counts_by_its_own_rate():
+    schedule, weights = parse_schedule(SCHEDULES[0]), Weights()
+    found = forecast_strategies(weights.record(schedule, range(1, 7)), schedule).strategies[0]
+    assert abs(found.onset - weights.onset(schedule, "plain")) <= 0.01 * schedule.steps
+
+
+def test_noise_of_single_steps_is_no_drift_and_its_mean_is_known_better():
+    schedule, weights = parse_schedule(SCHEDULES[0]), Weights()
+    noise = 2.0 ** np.random.default_rng(1).normal(0, 0.4, schedule.steps)
+    record = weights.record(replace(schedule, rates=schedule.rates * noise), range(10, 401, 10))
+    forecast = forecast_strategies(record, schedule)
+    assert "without a drift" in forecast.assumes
+    found = forecast.strategies[0]
+    assert found.earliest <= weights.onset(schedule, "plain") <= found.latest <= found.earliest + 200
+
+
+def test_a_step_without_an_update_ends_no_loss():
+    schedule, weights = parse_schedule(SCHEDULES[0]), Weights()
+    record = weights.record(schedule, range(10, 401, 10))
+    stopped = replace(schedule, rates=np.where(np.arange(2000) % 100 == 99, 0.0, schedule.rates))
+    onsets = [forecast_strategies(record, own).strategies[0].onset for own in (schedule, stopped)]
+    assert onsets[0] == onsets[1] is not None
+
+
+def test_three_steps_up_to_the_last_are_enough():
+    schedule = parse_schedule("cosine:1e-3:5:80")
+    found = forecast_strategies(Weights().record(schedule, [60, 70, 80]), schedule).strategies[0]
+    assert (found.onset, found.lost) == (None, 0.0)
+
+
+def test_the_narrow_weights_decide_though_most_are_wide():
+    sizes = {"float32": 900, "bfloat16": 60, "float16": 40}
+    layers = [
+        Layer(name=dtype, shape=[size], dtype=dtype, elements=size, module_type="") for dtype, size in sizes.items()
+    ]
+    assert [trained_dtype(own) for own in (layers, layers[:1], [])] == ["bfloat16", "float32", "unknown"]
 
 
 @pytest.mark.parametrize("strategy", ["plain", "plus"])
