@@ -62,10 +62,10 @@ def _recommended(results: Sequence[StrategyResult]) -> Recommendation:
     reference = next((result for result in results if result.is_reference), None)
     reasons = [_reason(result, reference) for result in results]
     if found := differences(results):
-        better = _better_configuration(results)
+        better, keeping = _better_configuration(results), _keeping(results)
         first = better.partition(" (95 %")[0].partition(";")[0].rstrip(".")
-        brief = f"{first}{'; it may be chance' if 'chance' in better else ''}."
-        return Recommendation(None, f"{_differing(found)} {better}", tuple(reasons), brief)
+        brief = f"{first}{'; it may be chance' if 'chance' in better else ''}. {keeping}".rstrip()
+        return Recommendation(None, f"{_differing(found)} {better} {keeping}".rstrip(), tuple(reasons), brief)
     fit = [result for result in results if _problem_of(result, reference) is None]
     if not fit:
         losing = results and not any(result.health == "unknown" for result in results)
@@ -162,6 +162,15 @@ def _better_configuration(results: Sequence[StrategyResult]) -> str:
         return f"{words}; from one run each, chance is not known."
     sure = "" if gap.low > 0 else "; it may be chance"
     return f"{words} (95 %: {signed(gap.low)} to {signed(gap.high)}){sure}."
+
+
+def _keeping(results: Sequence[StrategyResult]) -> str:
+    """How many of the runs are known to keep their updates, unless all are: a loss says nothing of that."""
+    healths = [run.health for result in results for run in result.runs]
+    known = healths.count("healthy")
+    if known == len(healths):
+        return ""
+    return f"{known} of {len(healths)} runs {'is' if known == 1 else 'are'} known to keep updates."
 
 
 def signed(value: float, digits: int = 3) -> str:

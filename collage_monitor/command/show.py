@@ -14,9 +14,10 @@ import msgspec
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.command.server import find_run, open_client, server_options
-from collage_monitor.command.terminal import clock, coloured, cut, number, printable, table, value_text
+from collage_monitor.command.terminal import clock, coloured, cut, printable, table
 from collage_monitor.diagnosis import NO_PROBLEM
 from collage_monitor.metrics import METRICS, preferred_state, split_key
+from collage_monitor.number_text import UNDEFINED, value_text
 from collage_monitor.recommendation import recommendation
 from collage_monitor.strategies import strategy_title
 from collage_monitor.strategy_results import loss_name, results_by_strategy, run_results
@@ -83,7 +84,7 @@ def _row(row: wire.RunRow) -> tuple[Any, ...]:
     decided = said.deciding
     since = decided.since_words.removeprefix(", ").removeprefix("since ") if decided and said.against else ""
     worst = said.worst[0].layer if said.worst and said.against else ""
-    return (*_named(row), said.short, cut(worst), since, *_numbers(said), row.last_step or "-", row.run_id)
+    return (*_named(row), said.short, cut(worst), since, *_numbers(said), row.last_step or UNDEFINED, row.run_id)
 
 
 def _named(row: wire.RunRow) -> tuple[str, str]:
@@ -177,13 +178,9 @@ def _of(layer: wire.LayerLoss) -> tuple[wire.Number | None, wire.Number | None]:
 def _print_all(judged: wire.Overview, latest: wire.Latest) -> None:
     for key, value in judged.numbers.items():
         if split_key(key)[0] in METRICS:
-            click.echo(f"  {key:<44}{_shown(value):>14}  {METRICS[split_key(key)[0]].unit}")
+            click.echo(f"  {key:<44}{value_text(key, value):>14}  {METRICS[split_key(key)[0]].unit}")
     for name, logged in latest.scalars.items():
-        click.echo(f"  {printable(name):<44}{_shown(logged.value):>14}  at step {logged.step}")
-
-
-def _shown(value: wire.Number | None) -> str:
-    return number(None if value is None else wire.from_number(value))
+        click.echo(f"  {printable(name):<44}{value_text(name, logged.value):>14}  at step {logged.step}")
 
 
 @click.command("compare")
@@ -236,5 +233,5 @@ def _compared(client: Client, run_ids: list[str]) -> wire.RunTable:
 
 
 def _setting(row: wire.RunRow, key: str) -> Any:
-    value = row.config.get(key, "-")
+    value = row.config.get(key, UNDEFINED)
     return value if isinstance(value, int | float) else cut(str(value))

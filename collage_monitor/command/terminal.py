@@ -1,8 +1,7 @@
-"""Text for the terminal: names that cannot steer it, numbers, times, tables, and colours where it has them."""
+"""Text for the terminal: names that cannot steer it, times, tables, and colours where it has them."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -11,42 +10,20 @@ from typing import Any, Final
 
 import click
 
-from collage_monitor import wire
-from collage_monitor.diagnosis import percent
-from collage_monitor.metrics import METRICS, split_key
+from collage_monitor.number_text import UNDEFINED
 
-__all__ = ["clock", "coloured", "cut", "number", "printable", "table", "value_text"]
+__all__ = ["clock", "coloured", "cut", "printable", "table"]
 
 _DIGITS: Final = 6
 _NAME: Final = 28
 """Characters that a table shows of a name."""
-_NUMBER: Final = re.compile(r"-|[<>] [\d.]+ %|[-\d.,e+]+( %)?|nan|-?inf")
+_NUMBER: Final = re.compile(r"–|[<>] [\d.]+ %|[-−\d.,e+]+( %)?|NaN|−?∞|nan|-?inf")
 _COLOURS: Final = {"healthy": "green", "unknown": "yellow"}
 
 
 def printable(text: str) -> str:
     """A name for the terminal: a run's texts can neither control the terminal nor start a new line."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """A number with `digits` significant digits; "-" if it is undefined."""
-    return "-" if value is None else f"{value:.{digits}g}"
-
-
-def value_text(key: str, value: wire.Number | None) -> str:
-    """The value of a metric or scalar as the pages write it: shares in percent, a ratio that should be 1 with three
-    decimals, others with four digits."""
-    if value is None:
-        return "-"
-    plain, metric = wire.from_number(value), METRICS.get(split_key(key)[0])
-    if math.isfinite(plain) and metric is not None and metric.unit == "share":
-        return percent(plain)
-    if key == "bytes_per_parameter":
-        return f"{plain:.3g}"
-    if metric is not None and metric.unit == "ratio" and metric.ideal == 1.0 and abs(plain) < 1e4:
-        return f"{plain:.3f}"
-    return f"{plain:,.0f}" if 1e3 <= abs(plain) < 1e7 else f"{plain:#.4g}"
 
 
 def cut(name: str) -> str:
@@ -82,4 +59,6 @@ def table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return number(value, _DIGITS) if value is None or isinstance(value, float) else printable(str(value))
+    if isinstance(value, float):
+        return f"{value:.{_DIGITS}g}"
+    return UNDEFINED if value is None else printable(str(value))

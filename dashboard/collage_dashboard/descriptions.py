@@ -1,8 +1,6 @@
-"""How keys and numbers read on every page: titles, units and help from the catalogue alone, and one form a number.
+"""How keys read on every page: titles, units and help from the catalogue alone, intervals, and times.
 
-Shares stand in percent with one decimal, EDQ and what else is 1 in a run that loses nothing with three decimals,
-other numbers with four significant digits; thousands are grouped. An undefined number is an en dash; infinite
-numbers and NaN are named. `assets/dashAgGridFunctions.js` writes the same in tables that sort.
+How a number reads is `collage_monitor.number_text`'s, which the terminal reads, too.
 """
 
 from __future__ import annotations
@@ -14,27 +12,22 @@ from datetime import UTC, datetime
 from typing import Final
 
 from collage_monitor import wire
-from collage_monitor.diagnosis.words import percent, sentence
-from collage_monitor.metrics import HISTOGRAM_OCTAVES, METRICS, SCALARS, is_metric, preferred_state, split_key
+from collage_monitor.diagnosis.words import sentence
+from collage_monitor.metrics import METRICS, SCALARS, is_metric, preferred_state, split_key
+from collage_monitor.number_text import UNDEFINED, number, value_text
 from collage_monitor.wire import Number, from_number
 
 __all__ = [
     "AXIS_TITLES",
     "Description",
     "STATE",
-    "UNDEFINED",
     "byte_count",
-    "count",
     "describe",
-    "finite",
     "in_few_words",
     "interval",
     "iso",
     "metric_choices",
-    "number",
-    "share_text",
     "state_key",
-    "value_text",
     "when",
 ]
 
@@ -113,58 +106,9 @@ def state_key(keys: Iterable[str]) -> str:
     return preferred_state(keys) or _USUAL_STATE
 
 
-UNDEFINED = "–"
-
-
-def number(value: Number | None, digits: int = 4) -> str:
-    """A value with `digits` significant digits, thousands grouped; an exponent for very large and small ones."""
-    if value is None:
-        return UNDEFINED
-    plain = from_number(value)
-    if not math.isfinite(plain):
-        return {math.inf: "∞", -math.inf: "−∞"}.get(plain, "NaN")
-    if plain == 0:
-        return "0"
-    rounded = float(f"{plain:.{digits}g}")
-    magnitude = math.floor(math.log10(abs(rounded)))
-    if not -4 <= magnitude < 7:
-        return f"{rounded:.{digits - 1}e}".replace("-", "−")
-    text = f"{rounded:,.{max(digits - 1 - magnitude, 0)}f}"
-    return text.replace("-", "−")
-
-
-def value_text(key: str, value: Number | None, digits: int = 4) -> str:
-    """The value of a metric or scalar as all pages write it; `digits` are those of a unit without its own form."""
-    plain, description = finite(value), describe(key)
-    if plain is None:
-        return number(value)
-    if description.unit == "share":
-        return share_text(plain)
-    if description.unit == "ratio" and description.ideal == 1.0 and 0 < abs(plain) < 1e4:
-        return f"{plain:,.3f}".replace("-", "−")
-    if description.unit in {"elements", "steps"} and plain.is_integer():
-        return count(plain)
-    if description.key == "half_ulp_margin" and not _LEAST_MARGIN < plain < _MOST_MARGIN:
-        return f"{_LEAST_MARGIN} or less".replace("-", "−") if plain < 0 else f"{_MOST_MARGIN} or more"
-    if key == "bytes_per_parameter" and 0.01 <= abs(plain) < 100:
-        return f"{plain:.3g}".replace("-", "−")
-    return number(plain, digits)
-
-
-_LEAST_MARGIN, _MOST_MARGIN = HISTOGRAM_OCTAVES[0] + 1, HISTOGRAM_OCTAVES[-1] + 2
-"""Octaves: what lies beyond the histogram is known no more exactly."""
-
-
-def share_text(share: float) -> str:
-    """A part of a whole in percent: '33.2 %', '< 0.01 %'."""
-    return percent(share) if share >= 0 else f"−{percent(-share)}"
-
-
-def count(value: Number | None) -> str:
-    """A whole number with grouped thousands."""
-    if value is None or not math.isfinite(from_number(value)):
-        return number(value)
-    return f"{round(from_number(value)):,}"
+def interval(key: str, low: Number | None, high: Number | None) -> str:
+    """A 95 % interval of a metric or scalar, or nothing where there is none."""
+    return "" if low is None or high is None else f"{value_text(key, low)} … {value_text(key, high)}"
 
 
 def byte_count(value: Number | None) -> str:
@@ -177,19 +121,6 @@ def byte_count(value: Number | None) -> str:
             break
         size /= 1024
     return f"{number(size, 3)} {unit}"
-
-
-def interval(key: str, low: Number | None, high: Number | None) -> str:
-    """A 95 % interval of a metric or scalar, or nothing where there is none."""
-    return "" if low is None or high is None else f"{value_text(key, low)} … {value_text(key, high)}"
-
-
-def finite(value: Number | None) -> float | None:
-    """The value as a drawable float; undefined and non-finite ones are None, which a figure shows as a gap."""
-    if value is None:
-        return None
-    plain = from_number(value)
-    return plain if math.isfinite(plain) else None
 
 
 def iso(seconds: float) -> str:

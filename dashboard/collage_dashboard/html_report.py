@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from collage_dashboard.components import over_steps
-from collage_dashboard.descriptions import STATE, count, describe, interval, share_text, state_key, value_text, when
+from collage_dashboard.descriptions import STATE, describe, interval, state_key, when
 from collage_dashboard.figures.picture import picture
 from collage_dashboard.figures.style import strategy_colour
 from collage_dashboard.number_downloads import file_stem
@@ -52,6 +52,7 @@ from collage_monitor.diagnosis import CAVEATS
 from collage_monitor.errors import CollageError
 from collage_monitor.forecast import ForecastError
 from collage_monitor.metrics import split_key
+from collage_monitor.number_text import count, share_text, value_text
 from collage_monitor.recommendation import recommendation
 from collage_monitor.run_history import read_forecast
 from collage_monitor.schedule import RateSchedule

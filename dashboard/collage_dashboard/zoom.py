@@ -13,10 +13,10 @@ from typing import Final
 
 import plotly.graph_objects as go
 
-from collage_dashboard.descriptions import finite
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import View
 from collage_monitor.client import Axis
+from collage_monitor.diagnosis import finite
 from collage_monitor.errors import ServerRefusal
 
 __all__ = ["POINTS", "Steps", "on_axis", "step_at", "steps_within", "with_zoom"]

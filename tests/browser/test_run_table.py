@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from collage_dashboard.descriptions import value_text
 
 from collage_monitor.client import Client
+from collage_monitor.number_text import value_text
 from tests.browser.test_comparison import tick
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.posting import post_run

@@ -9,20 +9,11 @@ from typing import Any
 import collage_dashboard
 import pytest
 from collage_dashboard.components import tags_of, text_of_tags
-from collage_dashboard.descriptions import (
-    byte_count,
-    count,
-    describe,
-    finite,
-    in_few_words,
-    interval,
-    metric_choices,
-    number,
-    value_text,
-    when,
-)
+from collage_dashboard.descriptions import byte_count, describe, in_few_words, interval, metric_choices, when
 
 from collage_monitor import wire
+from collage_monitor.diagnosis import finite
+from collage_monitor.number_text import count, number, value_text
 
 
 @pytest.mark.parametrize(
@@ -105,7 +96,7 @@ def test_only_one_module_formats_numbers():
         found -= FOR_MACHINES.get(name, set()) | WITHOUT_A_METRIC.get(name, set())
         if found and name != "descriptions.py":
             own[name] = found
-    assert not own, "collage_dashboard.descriptions has the forms: value_text, share_text, number"
+    assert not own, "collage_monitor.number_text has the forms: value_text, share_text, number"
 
 
 def test_an_axis_says_its_unit_once():

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from collage_dashboard.app import render
 from collage_dashboard.components import over_steps
-from collage_dashboard.descriptions import in_few_words, number, value_text
+from collage_dashboard.descriptions import in_few_words
 from collage_dashboard.html_report import report
 from collage_dashboard.pages.comparison_content import COLUMNS, comparison_table
 from collage_dashboard.pages.run_content import panel
@@ -15,6 +15,7 @@ from collage_dashboard.pages.strategies_content import counterfactual_table, str
 from collage_dashboard.view import View, read_address
 
 from collage_monitor.diagnosis import percent
+from collage_monitor.number_text import number, value_text
 from collage_monitor.strategy_results import results_by_strategy, run_results
 from tests.dashboard.walk import by_id, components, text
 

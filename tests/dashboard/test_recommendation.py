@@ -243,6 +243,8 @@ def test_runs_that_differ_in_more_than_their_seed_are_rows_of_their_own_and_noth
     assert found([*slow, *fast]).brief == "The loss with lr 0.0003 is lower by 0.1."
     one_each = found([slow[0], fast[0]])
     assert one_each.brief == "The loss with lr 0.0003 is lower by 0.1; it may be chance."
+    unjudged = [configured(row("plus", 2.4, health="unknown"), own, lr=rate) for own, rate in (("", 1), ("f", 2))]
+    assert found(unjudged).brief == "Their losses are equal. 0 of 2 runs are known to keep updates."
     across = [reference, configured(row("plus", 2.42), lr=1e-3)]
     assert found(across).chosen is None, "a strategy is not compared at another learning rate"
     projects = [msgspec.structs.replace(entry, project=f"p{place}") for place, entry in enumerate(DEMO)]

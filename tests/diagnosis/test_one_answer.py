@@ -13,7 +13,6 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from collage_dashboard.app import render
-from collage_dashboard.descriptions import value_text
 from collage_dashboard.html_report import report
 from collage_dashboard.pages.runs_content import rows
 from collage_dashboard.server_reader import Reader
@@ -26,6 +25,7 @@ from collage_monitor.client import Client
 from collage_monitor.command import root
 from collage_monitor.command import server as options_of_server
 from collage_monitor.diagnosis import NOW_STEPS
+from collage_monitor.number_text import value_text
 from tests.agent_delivery.test_attempts import Application
 from tests.alerts.test_evaluator import SECONDS, evaluator, incidents
 from tests.dashboard.test_html_report import Page

@@ -12,7 +12,7 @@ from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.command import root
 from collage_monitor.command import server as verbs
-from collage_monitor.command.terminal import coloured, value_text
+from collage_monitor.command.terminal import coloured
 from collage_monitor.diagnosis import percent
 from collage_monitor.local import find_token, read_login, server_address
 from collage_monitor.metrics import is_metric
@@ -79,10 +79,8 @@ def test_names_are_cut_in_the_middle_and_many_runs_fit_a_screen(call, server):
         server.get(f"/runs/{run}/overview")
     lines = call("list").stdout.splitlines()
     assert len(lines) <= 25
-    assert sum(line[:2] in {"! ", "? "} for line in lines) == 20
-    long = [line for line in lines if "split-master" in line]
-    assert len(long) >= 16, "the three that are sick come first, and the fourth once it is evaluated"
-    assert all(line.startswith("? split-master-…e-3e-4-seed-") for line in long)
+    told = sum(line.startswith("? split-master-…e-3e-4-seed-") for line in lines)
+    assert told in {16, 17}, "three others come first; the place of the fourth, unknown too, is open"
     assert "14 more; --limit shows more of them" in lines
 
 
@@ -136,23 +134,6 @@ def test_colours_are_a_terminals_and_no_color_leaves_them_out(call, monkeypatch)
     assert coloured("healthy", "healthy") == "healthy"
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "told"),
-    [
-        ("lost_update_ratio", 0.4831, "48.3 %"),
-        ("lost_update_ratio", 7.774e-06, "< 0.01 %"),
-        ("edq_ratio", 1.0, "1.000"),
-        ("loss", 3.5, "3.500"),
-        ("tokens", 409600.0, "409,600"),
-        ("bytes_per_parameter", 12.0, "12"),
-        ("loss", "NaN", "nan"),
-        ("edq_ratio", None, "-"),
-    ],
-)
-def test_numbers_stand_as_the_pages_write_them(key, value, told):
-    assert value_text(key, value) == told
-
-
 def test_show_as_json_has_the_judgement_and_the_findings_by_key(call, server):
     said = server.get("/runs/01AB-one/overview", wire.Overview)
     shown = json.loads(call("show", "plain bf16", "--json").stdout)
@@ -197,7 +178,7 @@ def test_a_name_that_would_steer_the_terminal_does_not(call, server):
 def test_compare_recommends_and_tells_verdicts_losses_and_the_settings_that_differ(call):
     result = call("compare", "plus", "01AB-one")
     said, head, first, second, _ = result.stdout.splitlines()
-    assert said == "Their losses are equal."
+    assert said == "Their losses are equal. 0 of 2 runs are known to keep updates.", "none is judged"
     assert head.split()[-4:] == ["loss", "lost", "EDQ", "lr"]
     assert first.split()[-1] == "0.2"
     assert "3.500" in first.split()

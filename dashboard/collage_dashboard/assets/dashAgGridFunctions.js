@@ -1,4 +1,4 @@
-// How numbers look in the grid: as collage_dashboard.descriptions writes them everywhere else.
+// How numbers look in the grid: as collage_monitor.number_text writes them everywhere else.
 var dagfuncs = (window.dashAgGridFunctions = window.dashAgGridFunctions || {});
 
 function grouped(value, digits = 0) {

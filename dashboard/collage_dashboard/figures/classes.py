@@ -7,9 +7,11 @@ from typing import Final
 
 import plotly.graph_objects as go
 
-from collage_dashboard.descriptions import AXIS_TITLES, count, describe, finite, share_text
+from collage_dashboard.descriptions import AXIS_TITLES, describe
 from collage_dashboard.figures.style import CLASS_COLOURS, axis, base_figure, empty_figure, translucent
 from collage_monitor import wire
+from collage_monitor.diagnosis import finite
+from collage_monitor.number_text import count, share_text
 
 __all__ = ["CLASSES", "class_shares"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from collage_dashboard.descriptions import AXIS_TITLES, Description, describe, finite
+from collage_dashboard.descriptions import AXIS_TITLES, Description, describe
 from collage_dashboard.figures.style import (
     DIVERGING,
     MARKED,
@@ -24,6 +24,7 @@ from collage_dashboard.figures.style import (
 )
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
+from collage_monitor.diagnosis import finite
 
 __all__ = ["REACH", "block_of", "heatmap", "short_layer", "short_layers"]
 

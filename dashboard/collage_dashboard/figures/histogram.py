@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from collage_dashboard.descriptions import count, finite, share_text
 from collage_dashboard.figures.style import ACCENT, BELOW, INK, axis, base_figure, empty_figure
 from collage_monitor import wire
+from collage_monitor.diagnosis import finite
 from collage_monitor.metrics import HISTOGRAM_OCTAVES
+from collage_monitor.number_text import count, share_text
 
 __all__ = ["PREDICTS", "update_histogram"]
 

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 import plotly.graph_objects as go
 
-from collage_dashboard.descriptions import AXIS_TITLES, Description, describe, finite, interval, value_text
+from collage_dashboard.descriptions import AXIS_TITLES, Description, describe, interval
 from collage_dashboard.figures.style import (
     INK,
     WARNING,
@@ -26,6 +26,8 @@ from collage_dashboard.figures.style import (
 )
 from collage_monitor import wire
 from collage_monitor.alerts import Condition
+from collage_monitor.diagnosis import finite
+from collage_monitor.number_text import value_text
 
 __all__ = [
     "NamedCurve",

@@ -13,9 +13,10 @@ from typing import Any, Final, Literal
 
 import plotly.graph_objects as go
 
-from collage_dashboard.descriptions import describe, interval, value_text
+from collage_dashboard.descriptions import describe, interval
 from collage_dashboard.figures.style import INK, add_note, axis, base_figure, empty_figure, literal, strategy_colour
 from collage_monitor.diagnosis import NO_PROBLEM
+from collage_monitor.number_text import value_text
 from collage_monitor.seeds import Estimate
 from collage_monitor.strategies import strategy_title
 from collage_monitor.strategy_results import StrategyResult

@@ -15,7 +15,7 @@ import dash_mantine_components as dmc
 from dash import Input, html
 
 from collage_dashboard.components import card, labelled
-from collage_dashboard.descriptions import UNDEFINED, describe, number, value_text
+from collage_dashboard.descriptions import describe
 from collage_dashboard.incident_evidence import COMPARED_METRICS, read_before_after
 from collage_dashboard.navigation import clears, clientside, register_part
 from collage_dashboard.server_reader import Reader
@@ -25,6 +25,7 @@ from collage_monitor import wire
 from collage_monitor.diagnosis.causes import Span
 from collage_monitor.errors import NotAuthorised, ServerRefusal
 from collage_monitor.metrics import METRICS, split_key
+from collage_monitor.number_text import UNDEFINED, number, value_text
 
 __all__ = [
     "CHANGED_BY",

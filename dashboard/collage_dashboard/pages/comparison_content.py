@@ -13,12 +13,13 @@ import msgspec
 from dash import html
 
 from collage_dashboard.components import judgement_sign, over_steps, run_label
-from collage_dashboard.descriptions import count, describe, interval, number, state_key, value_text
+from collage_dashboard.descriptions import describe, interval, state_key
 from collage_dashboard.figures.series import series_of
 from collage_dashboard.run_styles import LineStyle, NamedRun, is_stochastic, strategy_title, styles_of
 from collage_dashboard.tables import Cell, Column, column_cells, column_heads, wide_table
 from collage_dashboard.view import run_address
 from collage_monitor import wire
+from collage_monitor.number_text import count, number, value_text
 
 __all__ = [
     "COLUMNS",

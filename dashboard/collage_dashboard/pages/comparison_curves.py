@@ -12,7 +12,7 @@ import msgspec
 import plotly.graph_objects as go
 
 from collage_dashboard.components import chart_card, chart_note, segments, select
-from collage_dashboard.descriptions import describe, finite, metric_choices
+from collage_dashboard.descriptions import describe, metric_choices
 from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.style import empty_figure
 from collage_dashboard.number_downloads import numbers_address
@@ -23,6 +23,7 @@ from collage_dashboard.server_reader import Reader, ask_each
 from collage_dashboard.view import Lines, Scale, View
 from collage_dashboard.zoom import POINTS
 from collage_monitor import wire
+from collage_monitor.diagnosis import finite
 from collage_monitor.metrics import METRICS
 from collage_monitor.seeds import curve_over_seeds
 from collage_monitor.strategy_results import StrategyResult, loss_name

@@ -14,7 +14,7 @@ import msgspec
 from dash import dcc, html
 
 from collage_dashboard.components import badge, card, save_buttons
-from collage_dashboard.descriptions import UNDEFINED, count, describe, share_text, value_text, when
+from collage_dashboard.descriptions import describe, when
 from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.series import mark_steps
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
@@ -24,6 +24,7 @@ from collage_dashboard.view import run_address
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.diagnosis.causes import Breach, CauseVerdict, IncidentEvidence
+from collage_monitor.number_text import UNDEFINED, count, share_text, value_text
 from collage_monitor.onset import describe as describe_onset
 
 __all__ = ["badges", "body", "duration_of", "head"]

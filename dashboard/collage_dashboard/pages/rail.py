@@ -13,7 +13,6 @@ import dash
 from dash import Input, Output, State, dcc, html
 
 from collage_dashboard.components import judgement_sign, menu
-from collage_dashboard.descriptions import count, finite, value_text
 from collage_dashboard.navigation import or_later
 from collage_dashboard.pages.runs_content import sick_in
 from collage_dashboard.run_styles import strategy_title
@@ -30,7 +29,8 @@ from collage_dashboard.view import (
 )
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.diagnosis import gravity
+from collage_monitor.diagnosis import finite, gravity
+from collage_monitor.number_text import count, value_text
 
 __all__ = ["BESIDE", "first_view", "newest_answer", "rail", "register_rail"]
 

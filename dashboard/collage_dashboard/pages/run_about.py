@@ -13,13 +13,14 @@ import dash_mantine_components as dmc
 from dash import MATCH, Input, Output, State, html
 
 from collage_dashboard.components import card, refusal
-from collage_dashboard.descriptions import byte_count, count, value_text, when
+from collage_dashboard.descriptions import byte_count, when
 from collage_dashboard.navigation import view_of
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.tables import table
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
+from collage_monitor.number_text import count, value_text
 
 __all__ = ["about", "facts_of", "register_writing"]
 

@@ -23,15 +23,7 @@ from collage_dashboard.components import (
     state_badge,
     verdict_line,
 )
-from collage_dashboard.descriptions import (
-    STATE,
-    count,
-    describe,
-    interval,
-    number,
-    state_key,
-    value_text,
-)
+from collage_dashboard.descriptions import STATE, describe, interval, state_key
 from collage_dashboard.figures import class_shares, heatmap, update_histogram
 from collage_dashboard.figures.classes import CLASSES
 from collage_dashboard.figures.heatmap import SMALLEST_HEIGHT, block_of
@@ -50,6 +42,7 @@ from collage_dashboard.zoom import Steps, steps_within, with_zoom
 from collage_monitor import wire
 from collage_monitor.errors import NotAuthorised, ServerRefusal
 from collage_monitor.metrics import SCALARS, split_key
+from collage_monitor.number_text import count, number, value_text
 
 __all__ = [
     "SERIES",

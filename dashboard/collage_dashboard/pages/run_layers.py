@@ -12,24 +12,17 @@ import numpy as np
 from dash import ALL, MATCH, Input, Output, State, dcc, html
 
 from collage_dashboard.components import card, help_text, select
-from collage_dashboard.descriptions import (
-    count,
-    describe,
-    finite,
-    interval,
-    metric_choices,
-    share_text,
-    value_text,
-)
+from collage_dashboard.descriptions import describe, interval, metric_choices
 from collage_dashboard.figures.style import digest
 from collage_dashboard.navigation import clientside, or_later, register_part
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.tables import grid
 from collage_dashboard.view import View
 from collage_monitor import wire
-from collage_monitor.diagnosis import LOST_TOLERANCE, Track, since_beyond
+from collage_monitor.diagnosis import LOST_TOLERANCE, Track, finite, since_beyond
 from collage_monitor.errors import NotAuthorised, ServerRefusal
 from collage_monitor.metrics import METRICS, split_key
+from collage_monitor.number_text import count, share_text, value_text
 
 __all__ = [
     "DEFAULT_METRIC",

@@ -9,13 +9,14 @@ import msgspec
 import plotly.graph_objects as go
 from dash import html
 
-from collage_dashboard.descriptions import describe, finite, value_text
+from collage_dashboard.descriptions import describe
 from collage_dashboard.figures.series import mark_events, shade_beyond
 from collage_dashboard.figures.style import ACCENT
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, Condition
-from collage_monitor.diagnosis import EDQ_TOLERANCE
+from collage_monitor.diagnosis import EDQ_TOLERANCE, finite
 from collage_monitor.metrics import split_key
+from collage_monitor.number_text import value_text
 from collage_monitor.onset import find_onset
 
 __all__ = ["Marks", "Story", "mark_curve", "marks_in_words", "marks_of", "place_marks", "step_of_onset"]

@@ -14,12 +14,12 @@ import dash_mantine_components as dmc
 from dash import dcc, html
 
 from collage_dashboard.components import judgement_mark, text_of_tags
-from collage_dashboard.descriptions import describe, finite, in_few_words, state_key
+from collage_dashboard.descriptions import describe, in_few_words, state_key
 from collage_dashboard.figures.style import strategy_colour
 from collage_dashboard.run_styles import short_name, strategy_title
 from collage_dashboard.view import View, comparison_of, run_address, write_address
 from collage_monitor import wire
-from collage_monitor.diagnosis import NO_PROBLEM
+from collage_monitor.diagnosis import NO_PROBLEM, finite
 
 __all__ = [
     "USUAL",

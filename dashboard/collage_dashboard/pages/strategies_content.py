@@ -27,7 +27,7 @@ from collage_dashboard.components import (
     select,
     verdict_line,
 )
-from collage_dashboard.descriptions import UNDEFINED, describe, number, share_text, state_key, value_text
+from collage_dashboard.descriptions import describe, state_key
 from collage_dashboard.figures import tradeoff
 from collage_dashboard.figures.style import DASHES, GRAPH_CONFIG, empty_figure, strategy_colour
 from collage_dashboard.figures.tradeoff import Cost
@@ -38,6 +38,7 @@ from collage_dashboard.view import View
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
 from collage_monitor.metrics import split_key
+from collage_monitor.number_text import UNDEFINED, number, share_text, value_text
 from collage_monitor.recommendation import Recommendation, signed, worth
 from collage_monitor.seeds import Estimate
 from collage_monitor.strategy_results import StrategyResult, differences
