@@ -108,6 +108,9 @@ def test_a_chosen_layers_card_stands_at_its_side_with_the_numbers_of_the_step_an
     page.wait_for_function("location.search.includes('step=')")
     step = int(page.evaluate("new URLSearchParams(location.search).get('step')"))
     card.get_by_text(f"at step {step:,}").wait_for()
+    plots = "document.querySelectorAll('#run-stack .js-plotly-plot, #run-panel .js-plotly-plot')"
+    marked = f"[...{plots}].filter((plot) => plot.layout.shapes?.some(({{x0}}) => x0 === {step}))"
+    page.wait_for_function(f"{marked}.length === 4")
     layer = page.evaluate("new URLSearchParams(location.search).get('layer')")
     place = [known.name for known in PLAIN.layers].index(layer)
     totals = PLAIN.totals(step)

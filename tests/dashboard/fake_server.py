@@ -13,6 +13,8 @@ from collage_monitor.diagnosis import GRAVITY, Evidence, judge
 from collage_monitor.metrics import HISTOGRAM_LABELS, METRICS, split_key
 from collage_monitor.statistics import finish_all, histogram_counts, merge_steps
 
+SCALES = {"step": 1.0, "tokens": 2048.0, "time": 0.5}
+
 
 class FakeServer:
     """Answers for `runs`; `refuse_with` (status, code) makes every answer an error, `down` makes none come."""
@@ -79,7 +81,7 @@ class FakeServer:
         if route == "heatmap":
             self.before_heatmap()
             most = int(query.get("points", 1))
-            return _json(self._heatmap(run, query["metric"], query.get("order"), most))
+            return _json(self._heatmap(run, query["metric"], query.get("order"), most, query.get("axis", "step")))
         if route == "histogram":
             return _json(self._histogram(run, query.get("layer"), query.get("step")))
         if route == "events":
@@ -181,7 +183,6 @@ class FakeServer:
             firsts, steps, bounds = steps[::size], [steps[min(at + size, len(steps)) - 1] for at in places], {}
         else:
             firsts = steps
-        scale = {"step": 1.0, "tokens": 2048.0, "time": 0.5}[axis]
         return wire.Series(
             run_id=run.run_id,
             metric=metric,
@@ -189,7 +190,7 @@ class FakeServer:
             axis=axis,
             first_steps=firsts,
             steps=steps,
-            positions=[step * scale for step in steps],
+            positions=[step * SCALES[axis] for step in steps],
             values=values,
             minimum=values,
             maximum=values,
@@ -200,7 +201,7 @@ class FakeServer:
             high=bounds.get("high"),
         )
 
-    def _heatmap(self, run, metric, order, most):
+    def _heatmap(self, run, metric, order, most, axis):
         size = -(-len(run.measured) // most) if most > 1 else 1
         columns = _kept(run, ("columns", size), lambda: self._columns(run, size))
         rows = np.stack([found[metric] for _, found in columns], axis=1)
@@ -212,6 +213,8 @@ class FakeServer:
             first_steps=[steps[0] for steps, _ in columns],
             steps=[steps[-1] for steps, _ in columns],
             values=[[_number(value) for value in rows[place]] for place in places],
+            axis=axis,
+            positions=[steps[-1] * SCALES[axis] for steps, _ in columns] if axis != "step" else [],
         )
 
     def _histogram(self, run, layer, step):

@@ -153,11 +153,12 @@ def shown_style(view: View) -> dict[str, str]:
 
 
 def picked_marks(view: View) -> list[tuple[int, str]]:
-    """What is picked, as the curves mark it."""
+    """What is picked, as the curves and the heatmap mark it: the step of a cell, and those asked about."""
+    marks = [] if view.step is None else [(view.step, "since here")]
     if view.at is None:
-        return []
+        return marks
     first, last = view.at
-    return [(first, "picked")] if first == last else [(first, "picked, from"), (last, "picked, to")]
+    return [*marks, *([(first, "picked")] if first == last else [(first, "picked, from"), (last, "picked, to")])]
 
 
 def register_change(app: dash.Dash, reader: Reader) -> None:

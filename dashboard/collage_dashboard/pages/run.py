@@ -67,7 +67,7 @@ from collage_dashboard.pages.run_layers import (
     register_layers,
     run_of,
 )
-from collage_dashboard.pages.run_marks import Story, marks_in_words, marks_of
+from collage_dashboard.pages.run_marks import Story, cured_at, marks_in_words, marks_of
 from collage_dashboard.server_reader import Problem, Reader, explain
 from collage_dashboard.view import View, write_address
 from collage_dashboard.zoom import on_axis, step_at, steps_within
@@ -375,6 +375,7 @@ def _story(row: wire.RunRow | None, events: Sequence[wire.Event]) -> Story:
         strategy_colour(row.shown_strategy, row.dtype),
         row.shown_strategy,
         said.since,
+        cured_at(events),
         row.beside,
         marks_of(events, said.changes),
     )

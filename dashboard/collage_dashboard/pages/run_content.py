@@ -34,12 +34,13 @@ from collage_dashboard.pages.before_after import picked_marks
 from collage_dashboard.pages.run_about import about
 from collage_dashboard.pages.run_curves import FIRST, FIRST_PIXELS, draw_curve, series_between
 from collage_dashboard.pages.run_layers import DEFAULT_METRIC, layer_table, logs_only
-from collage_dashboard.pages.run_marks import Story
+from collage_dashboard.pages.run_marks import Story, place_marks
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import Tab, View, write_address
 from collage_dashboard.zoom import Steps, steps_within, with_zoom
 from collage_monitor import wire
+from collage_monitor.diagnosis import NOW_STEPS
 from collage_monitor.errors import NotAuthorised, ServerRefusal
 from collage_monitor.metrics import SCALARS, split_key
 from collage_monitor.number_text import count, number, value_text
@@ -301,7 +302,35 @@ def _first(metric: str, view: View, reader: Reader, steps: Steps, story: Story) 
     drawn = draw_curve(metric, name, answer, view, story, is_first=True)
     drawn.update_layout(margin={"l": 40, "r": 8, "b": 24})
     drawn.update_yaxes(title=None, nticks=5).update_xaxes(title=None, nticks=6)
-    return with_subtitle(drawn, name) if view.layer and not describe(metric).scalar else drawn
+    of_layer = bool(view.layer) and not describe(metric).scalar
+    turned = _turned(view, reader, answer, story) if metric == "lost_update_ratio" and drawn.data else ""
+    if not turned:
+        return with_subtitle(drawn, name) if of_layer else drawn
+    # In the room that its mark has already.
+    top = drawn.layout.margin.t
+    return with_subtitle(drawn, f"{name}: {turned}" if of_layer else turned).update_layout(margin={"t": top})
+
+
+def _turned(view: View, reader: Reader, answer: wire.Series, story: Story) -> str:
+    """'88.0 % → < 0.01 % since step 101': lost in the last points before the step that was clicked, else before the
+    cure, and from there on; "" where there is none, or nothing on one side."""
+    since = view.step if view.step is not None else story.cured
+    if since is None:
+        return ""
+    before = [first for first, last in zip(answer.first_steps, answer.steps, strict=True) if last < since]
+    if not before or answer.steps[-1] < since:
+        return ""
+    spans = ((before[-NOW_STEPS:][0], since - 1), (since, None))
+    ends = reader.ask_together(
+        *(
+            lambda client, span=span: client.series(
+                view.runs[0], answer.metric, layer=view.layer, points=1, first_step=span[0], last_step=span[1]
+            )
+            for span in spans
+        )
+    )
+    old, new = (value_text(answer.metric, end.values[-1] if end.values else None) for end in ends)
+    return f"{old} → {new} since step {since:,}"
 
 
 def _heatmap(metric: str, view: View, reader: Reader, steps: Steps, story: Story) -> go.Figure:
@@ -321,8 +350,11 @@ def _heatmap(metric: str, view: View, reader: Reader, steps: Steps, story: Story
     elif view.rows == "type":
         groups = {layer.name: layer.module_type for layer in known[0]}
     drawn = heatmap(answer, selected=view.layer, groups=groups)
-    if drawn.data and story.since is not None and view.axis == "step":
-        drawn.add_vline(x=story.since, line={"color": INK, "width": 1, "dash": "dashdot"})
+    known = [(step, "") for step, _ in picked_marks(view)] + (
+        [(story.since, "")] if story.since is not None else []
+    )
+    for place, _ in place_marks(known, answer) if drawn.data else ():
+        drawn.add_vline(x=place, line={"color": INK, "width": 1, "dash": "dashdot"})
     return drawn
 
 

@@ -19,7 +19,7 @@ from collage_monitor.metrics import split_key
 from collage_monitor.number_text import value_text
 from collage_monitor.onset import find_onset
 
-__all__ = ["Marks", "Story", "mark_curve", "marks_in_words", "marks_of", "place_marks", "step_of_onset"]
+__all__ = ["Marks", "Story", "cured_at", "mark_curve", "marks_in_words", "marks_of", "place_marks", "step_of_onset"]
 
 Marks = Sequence[tuple[int, str]]
 """Steps of a run, and what happened there."""
@@ -29,11 +29,13 @@ class Story(msgspec.Struct, frozen=True):
     """What the charts of a run show besides its numbers.
 
     `strategy` and its `colour`; `since`: the onset that the headline names; `beside`: what second writers log.
+    `cured`: the first step after weights or states were last begun to be kept otherwise.
     """
 
     colour: str = ACCENT
     strategy: str | None = None
     since: int | None = None
+    cured: int | None = None
     beside: Sequence[str] = ()
     marks: Marks = ()
 
@@ -65,6 +67,14 @@ def marks_of(events: Sequence[wire.Event], changes: Sequence[wire.EdqChange] = (
     return marks
 
 
+def cured_at(events: Sequence[wire.Event]) -> int | None:
+    """The first step after the newest conversion, or launch that keeps weights or states otherwise."""
+    launched = {event.attempt: event.step for event in events if event.kind == "attempt"}
+    found = [event.step + 1 for event in events if event.kind == "conversion" and event.step is not None]
+    found += [at for event in events if event.kind == "kept_otherwise" and (at := launched.get(event.attempt))]
+    return max(found, default=None)
+
+
 def _what(event: wire.Event) -> str:
     if event.kind == "attempt":
         return f"attempt {event.attempt}"
@@ -83,8 +93,8 @@ def marks_in_words(marks: Marks) -> Any:
     return html.P(f"Marked in the curves: {told}", className="crumbs")
 
 
-def place_marks(marks: Marks, answer: wire.Series) -> list[tuple[float, str]]:
-    """The marks on the axis of a curve: each at its first point from there on; marks outside are left out.
+def place_marks(marks: Marks, answer: wire.Series | wire.Heatmap) -> list[tuple[float, str]]:
+    """The marks on the axis of a curve or heatmap: each at its first point from there on, or left out.
 
     Those at one place are one mark: of two that lie upon each other only one could be read.
     """
@@ -98,9 +108,9 @@ def place_marks(marks: Marks, answer: wire.Series) -> list[tuple[float, str]]:
     return list(found.items())
 
 
-def _place_of(step: int, answer: wire.Series) -> float | None:
+def _place_of(step: int, answer: wire.Series | wire.Heatmap) -> float | None:
     """Where a curve has its first point at this step or later, on its axis."""
-    points = ((known, finite(at)) for known, at in zip(answer.steps, answer.positions, strict=True))
+    points = ((known, finite(at)) for known, at in zip(answer.steps, answer.positions or answer.steps, strict=True))
     return next((at for known, at in points if known >= step and at is not None), None)
 
 

@@ -7,10 +7,12 @@ import plotly.graph_objects as go
 import pytest
 from collage_dashboard.figures.series import shade_beyond
 from collage_dashboard.pages.run_content import draw
-from collage_dashboard.pages.run_marks import Story
+from collage_dashboard.pages.run_marks import Story, cured_at
 from collage_dashboard.view import View
 
+from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
+from collage_monitor.diagnosis import percent
 from tests.dashboard.generated import GeneratedRun
 
 METRICS = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
@@ -117,6 +119,46 @@ def test_where_it_began_is_marked_in_every_curve_and_in_the_heatmap(reader):
             figure = draw(kind, metric, view, reader, Story(since=50, marks=marks))
             places = [shape.x0 for shape in figure.layout.shapes if shape.type == "line" and shape.x0 == shape.x1]
             assert places == [50]
+
+
+@pytest.mark.parametrize("axis", ["step", "tokens"])
+def test_the_step_of_a_clicked_cell_is_marked_in_every_curve_and_in_the_heatmap(reader, axis):
+    view = View(page="run", runs=("run-plain",), layer="head.weight", step=50, axis=axis)
+    for kind, metric in (("first", "loss"), ("first", "edq_ratio"), ("heatmap", "lost_update_ratio")):
+        figure = draw(kind, metric, view, reader, Story())
+        places = [shape.x0 for shape in figure.layout.shapes if shape.type == "line" and shape.x0 == shape.x1]
+        assert places == [50 if axis == "step" else 2048 * 50], (kind, metric)
+
+
+def lost(run, first, last):
+    """The share lost between two steps, from the totals that were sent."""
+    sent = [run.model_totals(step) for step in run.measured if first <= step <= last]
+    total = {key: sum(own[key] for own in sent) for key in ("lost", "elements", "idle")}
+    return percent(total["lost"] / (total["elements"] - total["idle"]))
+
+
+@pytest.mark.parametrize("view", [{}, {"step": 800}])
+def test_before_and_after_a_cure_or_the_clicked_step_is_one_picture(server, reader, view):
+    run = Jumping("cured", "plus", steps=2000, run_id="cured")
+    server.runs["cured"] = run
+    story = Story(cured=cured_at([event("attempt", 1, step=1), event("conversion", 1, step=799)]))
+    figure = draw("first", "lost_update_ratio", View(page="run", runs=("cured",), **view), reader, story)
+    before, after = lost(run, 800 - 5 * run.every, 799), lost(run, 800, 2000)
+    assert figure.layout.title.text == f"{before} → {after} since step 800"
+    assert figure.layout.height - figure.layout.margin.t - figure.layout.margin.b >= 155
+    assert draw("first", "edq_ratio", View(page="run", runs=("cured",)), reader, story).layout.title.text is None
+
+
+def event(kind, attempt, step=None):
+    """An event as the server tells it."""
+    return wire.Event(event=attempt, time=0.0, kind=kind, text="", attempt=attempt, step=step)
+
+
+def test_a_cure_is_a_conversion_or_a_launch_that_keeps_weights_otherwise():
+    launches = [event("attempt", 1, step=1), event("attempt", 2, step=61)]
+    assert cured_at(launches) is None
+    assert cured_at([*launches, event("kept_otherwise", 2)]) == 61
+    assert cured_at([*launches, event("kept_otherwise", 2), event("conversion", 2, step=100)]) == 101
 
 
 @pytest.mark.parametrize(
