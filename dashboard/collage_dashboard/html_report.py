@@ -35,8 +35,7 @@ from collage_dashboard.pages.run_about import facts_of
 from collage_dashboard.pages.run_content import draw
 from collage_dashboard.pages.run_marks import Story
 from collage_dashboard.pages.strategies_content import (
-    COSTS,
-    cost_figures,
+    cost_figure,
     counterfactual_cells,
     counterfactual_table,
     strategy_styles,
@@ -228,10 +227,7 @@ def _about_strategies(reader: Reader, run_ids: Sequence[str], left_out: int) -> 
     ]
     said = recommendation(results, left_out)
     overviews = {row.run_id: row.overview for row in rows if row.overview}
-    costs = [
-        _chart(f"Loss against {describe(cost).title.lower()}", figure)
-        for cost, figure in zip(COSTS, cost_figures(results, said), strict=True)
-    ]
+    costs = [_chart("Loss against bytes per parameter", cost_figure(results, said))]
     sections = [
         Section("Strategies", charts=costs, content=strategy_table(results)),
         Section("Curves", charts=curves, styles=styles),

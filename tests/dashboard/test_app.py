@@ -66,7 +66,7 @@ def charts(search, looked, drawn=()):
     outputs += [
         (f"compare-{name}", "children") for name in ("table", "advice", "strategies", "counterfactuals", "pair")
     ]
-    outputs += [(f"compare-cost-{place}", "figure") for place in range(2)]
+    outputs += [("compare-cost", "figure")]
     outputs += [(f"compare-answer-{place}", "data") for place in range(4)]
     inputs = [("compare-shown", "data", shown(search)), ("compare-revision", "data", revision)]
     return question(outputs, inputs, [("compare-rows", "data", kept), ("compare-drawn", "data", list(drawn))])

@@ -8,7 +8,7 @@ from collage_dashboard.figures.tradeoff import tradeoff
 from collage_dashboard.pages.comparison_curves import figure, lines_of
 from collage_dashboard.pages.strategies_content import (
     STRATEGY_COLUMNS,
-    cost_figures,
+    cost_figure,
     counterfactual_table,
     strategy_table,
 )
@@ -57,9 +57,9 @@ def test_the_page_opens_with_its_recommendation_and_a_row_a_strategy(server, rea
 
 
 @pytest.mark.slow
-def test_the_pictures_have_a_point_a_strategy_in_its_colour_and_mark_the_chosen(rows):
+def test_the_picture_has_a_point_a_strategy_in_its_colour_and_marks_the_chosen(rows):
     results = results_by_strategy(run_results(rows))
-    by_bytes, by_speed = cost_figures(results, recommendation(results))
+    by_bytes = cost_figure(results, recommendation(results))
     assert [trace.name for trace in by_bytes.data] == [
         "Collage plus",
         "Plain · bfloat16",
@@ -74,19 +74,18 @@ def test_the_pictures_have_a_point_a_strategy_in_its_colour_and_mark_the_chosen(
     assert marked == ["Collage plus"]
     hollow = [trace.name for trace in by_bytes.data if trace.marker.symbol.endswith("-open")]
     assert hollow == ["Plain · bfloat16", "Collage light"], "what something speaks against"
-    assert {trace.marker.color for trace in by_bytes.data} == {trace.marker.color for trace in by_speed.data}
     near = [(trace.x[0], trace.textposition) for trace in by_bytes.data if trace.x[0] == 16]
     assert len(set(near)) == 2, "labels of near points keep apart"
 
 
-def measured(speeds):
-    """The demo's strategies with these tokens a second."""
+def measured(costs):
+    """The demo's strategies at these costs."""
     found = {
-        ("plain", "bfloat16"): (8.0, 0.0928),
-        ("light", "bfloat16"): (10.0, -0.0003),
-        ("plus", "bfloat16"): (12.0, -0.001),
-        ("master-weights", "bfloat16"): (16.0, -0.0008),
-        ("plain", "float32"): (16.0, 0.0),
+        ("plain", "bfloat16"): 0.0928,
+        ("light", "bfloat16"): -0.0003,
+        ("plus", "bfloat16"): -0.001,
+        ("master-weights", "bfloat16"): -0.0008,
+        ("plain", "float32"): 0.0,
     }
     return [
         StrategyResult(
@@ -96,18 +95,18 @@ def measured(speeds):
             is_reference=dtype == "float32",
             loss=Estimate(2.4, 1),
             gap=Estimate(gap, 1),
-            bytes_per_parameter=Estimate(size, 1),
-            tokens_per_second=Estimate(speed, 1),
+            bytes_per_parameter=Estimate(cost, 1),
+            tokens_per_second=None,
         )
-        for ((strategy, dtype), (size, gap)), speed in zip(found.items(), speeds, strict=True)
+        for ((strategy, dtype), gap), cost in zip(found.items(), costs, strict=True)
     ]
 
 
 def test_every_point_of_the_demo_has_its_label():
     """Two points nearly touch, and one label is as long as a third of the chart."""
-    results = measured((11_330.0, 11_630.0, 11_650.0, 12_180.0, 10_450.0))
-    for cost in ("bytes_per_parameter", "tokens_per_second"):
-        drawn = tradeoff(results, cost, chosen=results[2])
+    for costs in ((8.0, 10.0, 12.0, 16.0, 16.0), (11_330.0, 11_630.0, 11_650.0, 12_180.0, 10_450.0)):
+        results = measured(costs)
+        drawn = tradeoff(results, chosen=results[2])
         assert [trace.name for trace in drawn.data if "text" not in trace.mode] == []
     places = {trace.name: trace.textposition for trace in drawn.data}
     assert (places["Collage light"], places["Collage plus"]) == ("top left", "top right")
@@ -115,7 +114,7 @@ def test_every_point_of_the_demo_has_its_label():
 
 def test_a_label_does_not_stand_where_it_seems_to_be_another_points():
     results = measured((2_320.0, 1_438.0, 1_440.0, 1_250.0, 2_110.0))
-    drawn = tradeoff(results, "tokens_per_second", chosen=results[2])
+    drawn = tradeoff(results, chosen=results[2])
     places = {trace.name: trace.textposition for trace in drawn.data}
     assert places["Collage plus"] == "top right"
     assert places["Collage light"] == "bottom center", "to its left stands another point"
@@ -139,7 +138,7 @@ def test_where_points_crowd_a_line_leads_to_the_label():
         )
         for name, size, gap in rows
     ]
-    drawn = tradeoff(results, "bytes_per_parameter")
+    drawn = tradeoff(results)
     beside = {trace.name for trace in drawn.data if "text" in trace.mode}
     led = {note.text: note for note in drawn.layout.annotations if note.showarrow is not False}
     assert led
@@ -152,24 +151,24 @@ def test_where_points_crowd_a_line_leads_to_the_label():
 
 @pytest.mark.slow
 def test_intervals_over_seeds_are_drawn_and_do_not_squeeze_the_points():
-    def row(name, seed, loss, speed):
+    def row(name, seed, loss, size):
         run = GeneratedRun(f"{name}{seed}", "plain", name, run_id=f"{name}-{seed}")
         from tests.dashboard.fake_server import FakeServer
 
         [found] = FakeServer([run]).client().run_table().rows
         scalars = dict(found.scalars)
-        for key, value in (("validation_loss", loss), ("tokens_per_second", speed)):
+        for key, value in (("validation_loss", loss), ("bytes_per_parameter", size)):
             scalars[key] = msgspec.structs.replace(scalars[key], value=value)
         return msgspec.structs.replace(found, seed=seed, scalars=scalars)
 
     found = [row("float32", seed, 2.0 + seed / 10, 100.0 * seed) for seed in (1, 2)]
     found += [row("bfloat16", seed, 2.5 + seed / 9, 110.0 * seed) for seed in (1, 2)]
     results = results_by_strategy(run_results(found))
-    _, by_speed = cost_figures(results, recommendation(results))
-    bars = {trace.name: trace.error_y.array for trace in by_speed.data}
+    by_bytes = cost_figure(results, recommendation(results))
+    bars = {trace.name: trace.error_y.array for trace in by_bytes.data}
     assert bars["Plain · bfloat16"][0] == pytest.approx(12.706 * (1 / 90) / 2, rel=1e-3)
     assert bars["Plain · float32"] is None, "the reference differs from itself by nothing"
-    low, high = by_speed.layout.xaxis.range
+    low, high = by_bytes.layout.xaxis.range
     assert high - low < 10 * 15
     assert "12.7" not in text(strategy_table(results))
     assert "paired" in text(strategy_table(results))

@@ -1,4 +1,4 @@
-"""Cost against loss: one point per strategy, with 95 % intervals over seeds.
+"""Bytes against loss: one point per strategy, with 95 % intervals over seeds.
 
 The comparison's page and the report draw it from `collage_monitor.strategy_results`
 (`tests/dashboard/test_strategies.py`).
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import plotly.graph_objects as go
 
@@ -21,13 +21,8 @@ from collage_monitor.seeds import Estimate
 from collage_monitor.strategies import strategy_title
 from collage_monitor.strategy_results import StrategyResult
 
-__all__ = ["Cost", "tradeoff"]
+__all__ = ["tradeoff"]
 
-Cost = Literal["bytes_per_parameter", "tokens_per_second"]
-_NOT_LOGGED: Final[dict[Cost, str]] = {
-    "bytes_per_parameter": "no run has reported its bytes per parameter",
-    "tokens_per_second": "no throughput logged: collage_agent.log({“tokens”: …})",
-}
 _PLOT_PIXELS: Final = (480.0, 230.0)
 """A small plot's width and height: in a larger one labels have more room."""
 _DOT, _LETTER_PIXELS, _LINE_PIXELS = 6.0, 6.3, 13.0
@@ -66,9 +61,9 @@ class _Point:
 
 
 def tradeoff(
-    results: Sequence[StrategyResult], cost: Cost, *, chosen: StrategyResult | None = None, height: int = 300
+    results: Sequence[StrategyResult], *, chosen: StrategyResult | None = None, height: int = 300
 ) -> go.Figure:
-    """Loss above the reference against `cost`; without a reference the loss itself. `chosen` has a ring.
+    """Loss above the reference against bytes a parameter; without a reference the loss itself. `chosen` has a ring.
 
     Strategies with a problem are hollow.
     """
@@ -76,25 +71,26 @@ def tradeoff(
     points = []
     for result in results:
         title = _short_title(result, results)
-        spent, loss = getattr(result, cost), result.loss
+        spent, loss = result.bytes_per_parameter, result.loss
         if referred:
             loss = _EXACT if result.is_reference and result.loss else result.gap
         if spent is not None and loss is not None:
             points.append(_Point(result, title, spent, loss))
     if not points:
-        known = any(getattr(result, cost) is not None for result in results)
-        return empty_figure("no loss to compare yet" if known else _NOT_LOGGED[cost], height=height)
+        known = any(result.bytes_per_parameter is not None for result in results)
+        missing = "no loss to compare yet" if known else "no run has reported its bytes per parameter"
+        return empty_figure(missing, height=height)
     points.sort(key=lambda point: point.result != chosen)
     across, up = (_room([getattr(point, name) for point in points]) for name in ("cost", "loss"))
     places = _label_places(points, across, up)
     figure = base_figure(
         [_trace(point, place, point.result == chosen) for point, place in zip(points, places, strict=True)],
-        revision=cost,
+        revision="bytes",
         height=height,
         hovermode="closest",
         showlegend=False,
         margin={"l": 56, "r": 16, "t": 16, "b": 44},
-        xaxis=axis(describe(cost).axis_title, range=list(across)),
+        xaxis=axis(describe("bytes_per_parameter").axis_title, range=list(across)),
         yaxis=axis("loss above the reference" if referred else "loss", range=list(up)),
     )
     for point, place in zip(points, places, strict=True):

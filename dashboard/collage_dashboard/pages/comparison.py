@@ -62,10 +62,9 @@ from collage_dashboard.pages.comparison_curves import (
     runs_with_throughput,
 )
 from collage_dashboard.pages.strategies_content import (
-    COSTS,
     advice,
-    cost_cards,
-    cost_figures,
+    cost_card,
+    cost_figure,
     counterfactual_table,
     pair_of,
     pair_question,
@@ -127,7 +126,7 @@ def layout(view: View, reader: Reader) -> html.Div:
                 className="tabs-line",
             ),
             html.Div(chart_cards(view, rows), className="charts"),
-            cost_cards(results, said),
+            cost_card(results, said),
             html.Div(pair_question(view, results), id="compare-pair"),
             html.Div(id="compare-counterfactuals"),
             html.Div(id="compare-table"),
@@ -183,7 +182,7 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
     @app.callback(
         Output("compare-drawn", "data"),
         *(Output(f"compare-{name}", "children") for name in _ANSWERED),
-        *(Output(f"compare-cost-{place}", "figure") for place in range(len(COSTS))),
+        Output("compare-cost", "figure"),
         *(Output(f"compare-answer-{place}", "data") for place in places),
         Input("compare-shown", "data"),
         Input("compare-revision", "data"),
@@ -212,11 +211,7 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
                 of_all = found if read.zoom is None else read_curves(reader, whole, rows, [metrics[LOSS]])
                 runs = runs_with_throughput(reader, of_all[metrics[LOSS]])
         results = results_by_strategy(run_results(rows, runs or ()))
-        told = (
-            [no_update] * (len(_ANSWERED) + len(COSTS))
-            if runs is None
-            else _tables_and_answer(view, rows, runs, results)
-        )
+        told = [no_update] * (len(_ANSWERED) + 1) if runs is None else _tables_and_answer(view, rows, runs, results)
         means = results if lines_of(view, rows) == "strategy" else ()
         now = [*before[:-1], [wanted[-1], ""]]
         answers: list[Any] = [no_update] * len(places)
@@ -347,5 +342,5 @@ def _tables_and_answer(
         strategy_table(results),
         counterfactual_table(runs),
         pair_question(view, results),
-        *cost_figures(results, said),
+        cost_figure(results, said),
     )

@@ -30,7 +30,6 @@ from collage_dashboard.components import (
 from collage_dashboard.descriptions import describe, state_key
 from collage_dashboard.figures import tradeoff
 from collage_dashboard.figures.style import DASHES, GRAPH_CONFIG, empty_figure, strategy_colour
-from collage_dashboard.figures.tradeoff import Cost
 from collage_dashboard.run_styles import LineStyle, styles_of
 from collage_dashboard.server_reader import Reader, explain
 from collage_dashboard.tables import Cell, Column, cell_content, column_cells, column_heads, wide_table
@@ -46,11 +45,10 @@ from collage_monitor.strategy_results import StrategyResult, differences
 __all__ = [
     "ABOUT_COUNTERFACTUALS",
     "about_strategies",
-    "COSTS",
     "STRATEGY_COLUMNS",
     "advice",
-    "cost_cards",
-    "cost_figures",
+    "cost_card",
+    "cost_figure",
     "counterfactual_cells",
     "counterfactual_table",
     "pair_of",
@@ -60,7 +58,6 @@ __all__ = [
     "strategy_table",
 ]
 
-COSTS: Final[tuple[Cost, ...]] = ("bytes_per_parameter", "tokens_per_second")
 _COUNTERFACTUAL: Final = "counterfactual_edq_ratio"
 _NOISE: Final = "counterfactual_variance_ratio"
 _METHODS: Final = {
@@ -139,9 +136,9 @@ def _treat(results: Sequence[StrategyResult]) -> list[Any]:
     return [html.Button(said, id="compare-treat", className="textual"), " · "]
 
 
-def cost_figures(results: Sequence[StrategyResult], found: Recommendation) -> list[Any]:
-    """The loss against each cost, in the order of `COSTS`; the recommended strategy is marked."""
-    return [tradeoff(results, cost, chosen=found.chosen) for cost in COSTS]
+def cost_figure(results: Sequence[StrategyResult], found: Recommendation) -> go.Figure:
+    """The loss against the bytes a parameter; the recommended strategy is marked."""
+    return tradeoff(results, chosen=found.chosen)
 
 
 def strategy_table(results: Sequence[StrategyResult]) -> dmc.Paper:
@@ -290,17 +287,12 @@ STRATEGY_COLUMNS: Final = (
 )
 
 
-def cost_cards(results: Sequence[StrategyResult], found: Recommendation) -> html.Div:
-    """The two pictures: loss against bytes, loss against throughput. The curves tell what is missing."""
-    figures = zip(COSTS, cost_figures(results, found), strict=True)
-    shown = [(cost, figure if figure.data else empty_figure("")) for cost, figure in figures]
-    return html.Div([_cost_card(place, *each) for place, each in enumerate(shown)], className="two")
-
-
-def _cost_card(place: int, cost: Cost, figure: go.Figure) -> dmc.Paper:
-    title = f"Loss against {describe(cost).title.lower()}"
+def cost_card(results: Sequence[StrategyResult], found: Recommendation) -> dmc.Paper:
+    """The card of that picture. The curves tell what is missing in it."""
+    title = "Loss against bytes per parameter"
     named: dict[str, Any] = {"aria-label": title, "role": "region", "tabIndex": "0"}
-    graph = dcc.Graph(id=f"compare-cost-{place}", figure=figure, config=GRAPH_CONFIG)
+    drawn = cost_figure(results, found)
+    graph = dcc.Graph(id="compare-cost", figure=drawn if drawn.data else empty_figure(""), config=GRAPH_CONFIG)
     return card(
         title,
         html.Div(graph, className="figure-place cost-place", **named),
