@@ -20,7 +20,7 @@ from collage_dashboard.components import problem_page
 from collage_dashboard.html_report import install_report
 from collage_dashboard.number_downloads import install_numbers
 from collage_dashboard.pages import comparison, incident, incidents, run, runs
-from collage_dashboard.pages.rail import BESIDE, first_view, newest_answer, rail, register_rail
+from collage_dashboard.pages.rail import BESIDE, first_view, fleet, newest_answer, rail, register_rail
 from collage_dashboard.prerendering import DOCUMENT, PrerenderingDash
 from collage_dashboard.request_guard import install_compression, install_guard
 from collage_dashboard.server_reader import Problem, Reader, explain
@@ -98,6 +98,8 @@ def render(view: View, reader: Reader) -> Any:
     """The page of a view, or the problem in plain words."""
     try:
         view = _picked(view, reader)
+        if view.page == "fleet":
+            return fleet(view, reader)
         page = _PAGES.get(view.page)
         return problem_page(_MISSING) if page is None else page.layout(view, reader)
     except CollageError as error:

@@ -37,7 +37,7 @@ __all__ = [
     "write_steps",
 ]
 
-Page = Literal["first", "runs", "compare", "run", "incidents", "incident", "missing"]
+Page = Literal["first", "runs", "fleet", "compare", "run", "incidents", "incident", "missing"]
 Order = Literal["depth", "worst"]
 Rows = Literal["all", "block", "type"]
 Tab = Literal["layers", "table", "histogram", "curves", "norms", "states", "classes", "oracle", "about"]
@@ -143,7 +143,7 @@ def write_address(view: View) -> tuple[str, str]:
     pathname = "/" if view.page == "first" else "/runs"
     if view.page == "run":
         pathname = f"/run/{quote(view.runs[0], safe='')}"
-    elif view.page in {"compare", "incidents", "incident"}:
+    elif view.page in {"fleet", "compare", "incidents", "incident"}:
         pathname = f"/{view.page}"
         if view.incident is not None:
             pathname += f"/{quote(view.incident, safe='')}"
@@ -180,6 +180,8 @@ def _place(pathname: str, runs: Sequence[str]) -> tuple[Page, tuple[str, ...], s
         return "first", (), None
     if parts == ["runs"]:
         return "runs", (), None
+    if parts == ["fleet"]:
+        return "fleet", (), None
     if parts == ["compare"]:
         return "compare", tuple(runs), None
     if len(parts) == 2 and parts[0] == "run":

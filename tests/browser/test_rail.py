@@ -116,6 +116,21 @@ def test_which_strategy_is_one_click_away(laptop, watched):
     assert len(picked(page)) == 39
 
 
+def test_the_layers_of_thirty_runs_stand_on_one_screen_and_each_leads_to_its_run(laptop, watched):
+    page = laptop
+    page.goto(f"{watched.url}/run/run-plain")
+    page.locator(".rail").get_by_role("link", name="Layers", exact=True).click()
+    page.wait_for_url("**/fleet")
+    page.wait_for_function("document.querySelectorAll('.fleet li').length === 30")
+    last = page.locator(".fleet li").last
+    on_screen(page, last.get_by_role("img"))
+    assert page.locator(".fleet img:visible").count() == 30, "a picture for the page's ground"
+    assert violations_now(page) == []
+    page.locator(".fleet a", has_text="live plain").click()
+    page.wait_for_url("**/run/run-live-plain")
+    page.locator("h1", has_text="live plain").wait_for()
+
+
 def test_a_phone_shows_the_list_and_then_what_is_picked(open_page, dashboard_url):
     page = open_page(dashboard_url, width=PHONE["width"]).page
     page.set_viewport_size(PHONE)

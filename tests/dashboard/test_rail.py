@@ -1,11 +1,17 @@
 """The list of runs beside what is picked, and what is picked where an address names nothing."""
 
 import re
+import zlib
+from base64 import b64decode
 
+import numpy as np
 import pytest
+from collage_dashboard.app import render
+from collage_dashboard.figures.heatmap import thumbnails
 from collage_dashboard.pages.rail import first_view, newest_answer, rail
-from collage_dashboard.view import MAXIMUM_RUNS, View
+from collage_dashboard.view import MAXIMUM_RUNS, View, read_address
 
+from collage_monitor import wire
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.walk import components, text
 
@@ -17,13 +23,60 @@ def entries(shown):
 
 def test_the_gravest_stand_first_with_what_they_lose_now_and_live_ones_are_marked(reader):
     shown, told = rail(View(page="run", runs=("run-plain",)), reader)
-    assert text(shown[0]) == "6 runs, 2 sick 1 live Table"
+    assert text(shown[0]) == "6 runs, 2 sick 1 live Layers Table"
     found = dict(entries(shown))
     assert list(found)[:2] == ["run-plain", "run-light"], "losing updates before stuck states"
     assert found["run-plain"] == "! plain Plain · bfloat16 33.2 %"
     assert found["run-light"].endswith("states are stuck")
     assert "live, step 200 · Stochastic rounding" in found["run-live"]
     assert set(told["runs"]) == set(found)
+
+
+def pixels(address):
+    """[rows, columns, RGBA] of a PNG whose lines are stored as they are."""
+    content = b64decode(address.removeprefix("data:image/png;base64,"))
+    columns, rows = (int.from_bytes(content[start : start + 4], "big") for start in (16, 20))
+    packed = content[content.index(b"IDAT") + 4 : content.index(b"IEND") - 8]
+    return (
+        np.frombuffer(zlib.decompress(packed), np.uint8).reshape(rows, 1 + 4 * columns)[:, 1:].reshape(rows, -1, 4)
+    )
+
+
+def test_the_fleet_shows_each_runs_layers_over_time_the_gravest_first(server, reader):
+    shown = render(read_address("/fleet", ""), reader)
+    links = [part for part in components(shown) if "/run/" in str(getattr(part, "href", ""))]
+    assert [link.href for link in links[:2]] == ["/run/run-plain", "/run/run-light"]
+    assert len(links) == len(server.runs)
+    assert text(links[0]) == "! plain 33.2 % Plain · bfloat16"
+    light, dark = (part for part in components(links[0]) if type(part).__name__ == "Img")
+    run = server.runs["run-plain"]
+    drawn = pixels(light.src)
+    assert drawn.shape == (len(run.layers), len(run.measured), 4)
+    totals = run.totals(run.steps)
+    lost = totals["lost"] / (totals["elements"] - totals["idle"])
+    redness = drawn[:, -1, 0].astype(int) - drawn[:, -1, 2]
+    assert (redness[lost > 0.25] > 90).all(), "beyond the alert's bound it steps to orange"
+    assert (redness[lost <= 0.25] < 0).all()
+    assert pixels(dark.src)[0, 0, :3].max() < 90, "on a dark ground little loss is dark"
+    assert light.alt == "Updates lost by layer over the run, plain"
+    few = components(render(read_address("/fleet", "?q=plus"), reader))
+    assert [part.href for part in few if "/run/" in str(getattr(part, "href", ""))] == ["/run/run-plus"]
+
+
+def test_a_thumbnail_of_many_layers_has_the_worst_of_neighbours_and_undefined_cells_are_clear():
+    rows: list[list[wire.Number | None]] = [[0.0, None] for _ in range(999)]
+    rows.append([1.0, "NaN"])
+    names = [f"l{place}" for place in range(1000)]
+    answer = wire.Heatmap(
+        run_id="r", metric="lost_update_ratio", layers=names, first_steps=[1, 2], steps=[1, 2], values=rows
+    )
+    drawn = pixels(thumbnails(answer)["light"])
+    assert drawn.shape == (64, 2, 4)
+    assert drawn[-1, 0].tolist() == [0x7A, 0x2A, 0x08, 255]
+    assert drawn[0, 0].tolist() == [0xF1, 0xF4, 0xF8, 255]
+    assert (drawn[:, 1, 3] == 0).all()
+    nothing = wire.Heatmap(run_id="r", metric="lost_update_ratio", layers=[], first_steps=[], steps=[], values=[])
+    assert thumbnails(nothing) == {}
 
 
 def test_a_picked_run_is_listed_however_many_there_are(server, reader):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import zlib
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -26,7 +28,7 @@ from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.diagnosis import finite
 
-__all__ = ["REACH", "block_of", "heatmap", "short_layer", "short_layers"]
+__all__ = ["REACH", "block_of", "heatmap", "short_layer", "short_layers", "thumbnails"]
 
 ROW_PIXELS: Final = 18
 SMALLEST_HEIGHT: Final = 240
@@ -93,6 +95,41 @@ def heatmap(
         ends = {"x0": 0, "x1": 1, "xref": "x domain", "y0": place - 0.5, "y1": place + 0.5, "yref": "y"}
         figure.add_shape(type="rect", line={"color": MARKED, "width": 2}, **ends)
     return add_note(figure, f"{beyond} cells are not finite") if beyond else figure
+
+
+def thumbnails(answer: wire.Heatmap) -> dict[str, str]:
+    """The cells of a share lost as small pictures, for the light ground and the dark: addresses of PNGs.
+
+    A pixel a cell, clear where it is undefined; of more layers than `_THUMBNAIL_ROWS` the worst of neighbours. No
+    picture where nothing is known.
+    """
+    cells = np.array(answer.values, dtype=np.float64).reshape(len(answer.layers), len(answer.steps))
+    cells = np.where(np.isfinite(cells), cells, -1.0)
+    if not cells.size or cells.max() < 0:
+        return {}
+    parts = np.array_split(cells, min(len(cells), _THUMBNAIL_ROWS))
+    worst = np.stack([part.max(axis=0) for part in parts])
+    found = {}
+    for scheme, stops in stepped(_bound(answer.metric) or 1.0).items():
+        at = [place for place, _ in stops]
+        colours = np.array([[int(colour[start : start + 2], 16) for start in (1, 3, 5)] for _, colour in stops])
+        channels = [np.interp(worst, at, colours[:, channel]) for channel in range(3)]
+        pixels = np.stack([*channels, 255.0 * (worst >= 0)], axis=2).astype(np.uint8)
+        found[scheme] = f"data:image/png;base64,{b64encode(_png(pixels)).decode()}"
+    return found
+
+
+_THUMBNAIL_ROWS: Final = 64
+
+
+def _png(pixels: NDArray[np.uint8]) -> bytes:
+    """A PNG (W3C, 2003) of pixels [rows, columns, RGBA]: three chunks, each with its length and checksum."""
+    rows, columns, _ = pixels.shape
+    lines = np.concatenate([np.zeros((rows, 1), np.uint8), pixels.reshape(rows, -1)], axis=1)
+    head = columns.to_bytes(4, "big") + rows.to_bytes(4, "big") + bytes([8, 6, 0, 0, 0])
+    chunks = [b"IHDR" + head, b"IDAT" + zlib.compress(lines.tobytes(), 9), b"IEND"]
+    told = [(len(own) - 4).to_bytes(4, "big") + own + zlib.crc32(own).to_bytes(4, "big") for own in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(told)
 
 
 def block_of(layer: str) -> str:

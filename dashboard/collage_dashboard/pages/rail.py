@@ -1,4 +1,5 @@
-"""The list of runs beside what is picked: problems first, each a way to its page, and a tick that compares it.
+"""The list of runs beside what is picked: problems first, each a way to its page, and a tick that compares it; and
+the fleet, the heatmaps of the first of them on one screen.
 
 `app.py` lays it out beside pages. `assets/flow.js` marks what the address picks, and writes there what is ticked
 (`tests/browser/test_rail.py`).
@@ -7,18 +8,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import dash
 from dash import Input, Output, State, dcc, html
 
-from collage_dashboard.components import judgement_sign, menu
+from collage_dashboard.components import LIVE_MILLISECONDS, judgement_sign, menu, page, refresh_marker
+from collage_dashboard.figures.heatmap import thumbnails
 from collage_dashboard.navigation import or_later
 from collage_dashboard.pages.runs_content import sick_in
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import (
     ARCHIVED,
+    FILTERS,
     MAXIMUM_RUNS,
     Page,
     View,
@@ -30,14 +34,19 @@ from collage_dashboard.view import (
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.diagnosis import finite, gravity
+from collage_monitor.errors import NotAuthorised, ServerRefusal
 from collage_monitor.number_text import count, value_text
 
-__all__ = ["BESIDE", "first_view", "newest_answer", "rail", "register_rail"]
+__all__ = ["BESIDE", "first_view", "fleet", "newest_answer", "rail", "register_rail"]
 
-BESIDE: Final[frozenset[Page]] = frozenset({"first", "run", "compare"})
+BESIDE: Final[frozenset[Page]] = frozenset({"first", "run", "compare", "fleet"})
 """The pages that the list stands beside."""
 _UNARCHIVED: Final = (f"tag != {ARCHIVED}",)
 _LOST: Final = "lost_update_ratio"
+_FLEET: Final = 30
+"""Runs whose layers are seen at once."""
+_FLEET_POINTS: Final = 40
+_ASKED_TOGETHER: Final = 3
 _TOLD_BY_NUMBER: Final = frozenset({"healthy", "losing updates"})
 """Verdicts that the share of updates lost says; of others the word stands in its place."""
 
@@ -84,8 +93,9 @@ def rail(view: View, reader: Reader) -> tuple[list[Any], dict[str, Any]]:
     live = sum(table.live.values())
     head = [
         html.H2(f"{table.total:,} {'run' if table.total == 1 else 'runs'}, {sick:,} sick"),
-        html.Span(f"{live:,} live", className="quiet"),
+        dcc.Link(f"{live:,} live", href="/runs?state=running", className="quiet"),
         *_groups(table.rows),
+        dcc.Link("Layers", href="/fleet", title="What each layer loses over time, of the first 30 runs"),
         dcc.Link("Table", href="/runs", title="All runs in a table: filters, columns, groups, tags, archive"),
     ]
     told = {"at": table.revision, "runs": [row.run_id for row in shown]}
@@ -122,8 +132,8 @@ def _lost_now(run: wire.RunRow) -> wire.Number | None:
     return found.now.get(_LOST, found.numbers.get(_LOST))
 
 
-def _problems_first(client: Client, limit: int, **filters: Any) -> wire.RunTable:
-    return client.run_table(sort="health", descending=True, limit=limit, where=_UNARCHIVED, **filters)
+def _problems_first(client: Client, limit: int, where: Sequence[str] = (), **filters: Any) -> wire.RunTable:
+    return client.run_table(sort="health", descending=True, limit=limit, where=[*_UNARCHIVED, *where], **filters)
 
 
 def _entry(run: wire.RunRow) -> html.Li:
@@ -133,9 +143,7 @@ def _entry(run: wire.RunRow) -> html.Li:
     is_live = run.state == "running"
     step = f", step {count(run.last_step)}" if run.last_step is not None else ""
     beside: list[Any] = [html.Span("● ", className="pulse"), f"live{step} · {kept}"] if is_live else [kept]
-    lost = _lost_now(run)
-    by_number = lost is not None and overview.health in _TOLD_BY_NUMBER
-    told = value_text(_LOST, lost) if by_number else overview.health
+    told = _told(run)
     ticked: dict[str, Any] = {"role": "checkbox", "aria-checked": "false", "aria-label": f"Compare {run.name}"}
     tick = html.Button("", type="button", className="tick", **ticked)
     name = html.Span(html.Bdi(run.name), className="from-its-end")
@@ -147,9 +155,69 @@ def _entry(run: wire.RunRow) -> html.Li:
     return html.Li([tick, link], **own)
 
 
+def _told(run: wire.RunRow) -> str:
+    """What it loses now, or its verdict where that is another problem."""
+    lost, health = _lost_now(run), run.overview.health if run.overview else "unknown"
+    return value_text(_LOST, lost) if lost is not None and health in _TOLD_BY_NUMBER else health
+
+
+def fleet(view: View, reader: Reader) -> html.Div:
+    """What each layer of the first 30 runs of the view's filters loses over time, the gravest first.
+
+    Raises:
+        CollageError: the server does not answer or refuses.
+    """
+    shown = html.Ul(_pictures(view, reader), id="fleet", className="fleet")
+    return page([refresh_marker("fleet-pace", LIVE_MILLISECONDS), shown], "Layers of all runs")
+
+
+def _pictures(view: View, reader: Reader) -> list[html.Li]:
+    filters: dict[str, Any] = {**{name: getattr(view, name) for name in FILTERS}, "q": view.query or None}
+    rows = _by_gravity(reader.ask(lambda client: _problems_first(client, _FLEET, view.where, **filters)).rows)
+    parts = [rows[start::_ASKED_TOGETHER] for start in range(min(len(rows), _ASKED_TOGETHER))]
+    maps = reader.ask_together(*(partial(_maps, part) for part in parts)) if parts else []
+    known = {run_id: found for own in maps for run_id, found in own.items()}
+    return [_picture(run, known[run.run_id]) for run in rows]
+
+
+def _maps(rows: Sequence[wire.RunRow], client: Client) -> dict[str, dict[str, str]]:
+    """By run the pictures of its layers."""
+    found = {}
+    for run in rows:
+        try:
+            found[run.run_id] = thumbnails(client.heatmap(run.run_id, _LOST, points=_FLEET_POINTS))
+        except NotAuthorised:
+            raise
+        except ServerRefusal:
+            found[run.run_id] = {}
+    return found
+
+
+def _picture(run: wire.RunRow, drawn: dict[str, str]) -> html.Li:
+    """A run of the fleet: its verdict, the end of its name, what it loses now, and its layers over time."""
+    overview = run.overview or wire.Overview(run_id=run.run_id)
+    name = html.Span(html.Bdi(run.name), className="from-its-end")
+    kept = html.Span(strategy_title(run.shown_strategy, run.dtype), className="quiet")
+    head = [html.Span([judgement_sign(overview.health), name]), html.Span([html.B(_told(run)), kept])]
+    alt = f"Updates lost by layer over the run, {run.name}"
+    shown: list[Any] = [html.Img(src=address, alt=alt, className=f"on-{own}") for own, address in drawn.items()]
+    words = [*head, *(shown or [html.Span("nothing measured", className="quiet")])]
+    return html.Li(dcc.Link(words, href=run_address(run.run_id), title=overview.headline or run.name))
+
+
 def register_rail(app: dash.Dash, reader: Reader) -> None:
     """Bind the list to the address and to ticks: it is read again where a run changed, or one is picked that it
-    lacks."""
+    lacks, and the fleet with it."""
+
+    @app.callback(
+        Output("fleet", "children"),
+        Input("rail-told", "data"),
+        State("address", "search"),
+        prevent_initial_call=True,
+    )
+    def read_fleet(_told: dict[str, Any], search: str | None) -> list[html.Li]:
+        with or_later():
+            return _pictures(read_address("/fleet", search), reader)
 
     @app.callback(
         Output("rail", "children"),

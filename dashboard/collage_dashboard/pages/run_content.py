@@ -28,7 +28,7 @@ from collage_dashboard.figures import class_shares, heatmap, update_histogram
 from collage_dashboard.figures.classes import CLASSES
 from collage_dashboard.figures.heatmap import SMALLEST_HEIGHT, block_of
 from collage_dashboard.figures.histogram import PREDICTS
-from collage_dashboard.figures.style import INK, empty_figure, with_subtitle
+from collage_dashboard.figures.style import INK, MARKED, empty_figure, with_subtitle
 from collage_dashboard.number_downloads import numbers_address
 from collage_dashboard.pages.before_after import picked_marks
 from collage_dashboard.pages.run_about import about
@@ -308,7 +308,14 @@ def _first(metric: str, view: View, reader: Reader, steps: Steps, story: Story) 
         return with_subtitle(drawn, name) if of_layer else drawn
     # In the room that its mark has already.
     top = drawn.layout.margin.t
-    return with_subtitle(drawn, f"{name}: {turned}" if of_layer else turned).update_layout(margin={"t": top})
+    if of_layer:
+        own = f"…{name[1 - _NAMED :]}" if len(name) > _NAMED else name
+        turned = f"{own}: {turned.replace('step ', '')}"
+    return with_subtitle(drawn, turned).update_layout(margin={"t": top})
+
+
+_NAMED: Final = 14
+"""Characters of a layer's name that stand above a curve with what changed there."""
 
 
 def _turned(view: View, reader: Reader, answer: wire.Series, story: Story) -> str:
@@ -350,11 +357,14 @@ def _heatmap(metric: str, view: View, reader: Reader, steps: Steps, story: Story
     elif view.rows == "type":
         groups = {layer.name: layer.module_type for layer in known[0]}
     drawn = heatmap(answer, selected=view.layer, groups=groups)
-    known = [(step, "") for step, _ in picked_marks(view)] + (
-        [(story.since, "")] if story.since is not None else []
+    began = [] if story.since is None else [(story.since, "")]
+    lines: tuple[dict[str, Any], ...] = (
+        {"color": INK, "width": 1, "dash": "dashdot"},
+        {"color": MARKED, "width": 2},
     )
-    for place, _ in place_marks(known, answer) if drawn.data else ():
-        drawn.add_vline(x=place, line={"color": INK, "width": 1, "dash": "dashdot"})
+    for marks, line in zip((began, picked_marks(view)), lines, strict=True):
+        for place, _ in place_marks(marks, answer) if drawn.data else ():
+            drawn.add_vline(x=place, line=line)
     return drawn
 
 

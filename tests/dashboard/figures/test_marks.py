@@ -147,6 +147,9 @@ def test_before_and_after_a_cure_or_the_clicked_step_is_one_picture(server, read
     assert figure.layout.title.text == f"{before} → {after} since step 800"
     assert figure.layout.height - figure.layout.margin.t - figure.layout.margin.b >= 155
     assert draw("first", "edq_ratio", View(page="run", runs=("cured",)), reader, story).layout.title.text is None
+    of_layer = View(page="run", runs=("cured",), layer="blocks.1.mlp.up.weight", step=800)
+    told = draw("first", "lost_update_ratio", of_layer, reader, story).layout.title.text
+    assert told.startswith("…mlp.up.weight: 0 % → 50.0 %"), "short enough for a third of a laptop's screen"
 
 
 def event(kind, attempt, step=None):
