@@ -60,6 +60,7 @@ _SPREADS: Final = 2.0
 _LEAST_SPREAD: Final = 0.1
 """Octaves that a level is never known better than: weights and gradients go on to change."""
 _NAMED: Final = 2
+_DRAWN: Final = 100
 
 
 class ForecastError(CollageError):
@@ -90,6 +91,7 @@ class StrategyForecast:
     onset: the first step from which on more than a quarter of the updates are lost at each step; None: not in this
     run. earliest, latest: where it lies with 95 % confidence; None: not in this run. rate: at the onset. lost: the
     share of all updates still to come. first_in: the kind of layer that loses a quarter first, from first_onset on.
+    shares: (step, share lost) at up to _DRAWN of the steps to come.
     """
 
     strategy: str
@@ -101,6 +103,7 @@ class StrategyForecast:
     first_in: str | None
     first_onset: int | None
     text: str
+    shares: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -257,7 +260,9 @@ def _forecast(
     moving = np.isfinite(rates)
     mean = float(lost[moving].mean()) if moving.any() else 0.0
     rate = None if onset is None else float(schedule.rates[onset - 1])
-    made = StrategyForecast(name, onset, earliest, latest, rate, mean, first_in, first_onset, "")
+    places = np.unique(np.linspace(0, len(coming) - 1, _DRAWN).round().astype(int)) if moving.any() else coming[:0]
+    shares = tuple((int(coming[at]), float(lost[at])) for at in places if moving[at])
+    made = StrategyForecast(name, onset, earliest, latest, rate, mean, first_in, first_onset, "", shares)
     return replace(made, text=" ".join(_words(made, record, after)))
 
 

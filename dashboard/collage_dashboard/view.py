@@ -66,7 +66,8 @@ class View:
     `lines`: a curve a run, or a strategy's mean over its runs. `smoothing` in [0, 0.99] weighs the past
     in logged scalars only; measured metrics are never smoothed. `scale` is that of the curves' values.
     `zoom`: both ends of what is shown of `axis`, in its unit. `at`: the first and last of the steps at which the
-    reader asks what changed; one step is both.
+    reader asks what changed; one step is both. `schedule`: of the learning rate, by which a run's loss of updates
+    is foretold.
     The table of runs has `query`, filters, and what it is sorted by, with a "-" before it where the largest comes
     first. `by`: what runs are grouped by, and the keys of the groups that are `opened`. `where`: conditions on
     columns and entries of configurations. `archived`: "1" shows the archived ones, too. `columns`: those that stand
@@ -91,6 +92,7 @@ class View:
     scale: Scale = "linear"
     zoom: tuple[float, float] | None = None
     at: tuple[int, int] | None = None
+    schedule: str = ""
     query: str = ""
     project: str | None = None
     strategy: str | None = None
@@ -259,6 +261,7 @@ _PARAMETERS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "severity": ("severity", str),
     "left_out": ("left_out", _whole),
     "at": ("at", read_steps),
+    "schedule": ("schedule", str),
 }
 """What may stand in an address: the view's field, and what reads it; None for what cannot be read."""
 _LISTS: Final = {

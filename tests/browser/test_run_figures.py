@@ -117,6 +117,19 @@ def test_a_zoom_counts_while_charts_tell_their_size(watched):
 
 
 @pytest.mark.nightly
+def test_a_search_shows_curves_while_it_is_typed_and_stands_in_the_address(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain?tab=curves")
+    page.locator("#run-panel .chart-card").nth(6).wait_for()
+    page.locator("#run-query").fill("tokens per")
+    page.wait_for_function("document.querySelectorAll('#run-panel .chart-card').length === 1")
+    assert page.evaluate("new URLSearchParams(location.search).get('q')") == "tokens per"
+    assert page.locator("#run-query").evaluate("(field) => document.activeElement === field")
+    page.wait_for_function("document.querySelector('#run-panel .js-plotly-plot')?.data?.length")
+    page.get_by_role("tab", name="Overview").click()
+    page.locator("#run-query").wait_for(state="hidden")
+
+
 def test_another_axis_shows_the_same_steps(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-plain?tab=curves&from=50&to=155")

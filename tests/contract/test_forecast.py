@@ -126,6 +126,9 @@ def test_the_lost_share_still_to_come_is_that_of_the_rounding(strategy):
     found = of(forecast_strategies(weights.record(schedule, range(10, 401, 10)), schedule), strategy)
     came = np.mean([weights.lost(schedule, step, strategy) for step in range(401, 2001)])
     assert found.lost == pytest.approx(came, abs=0.01)
+    steps, shares = zip(*found.shares, strict=True)
+    assert (steps[0], steps[-1]) == (401, 2000)
+    assert shares == pytest.approx([weights.lost(schedule, step, strategy) for step in steps], abs=0.05)
 
 
 @pytest.mark.parametrize(("weights", "like"), [("one", "plain"), ("pair", "light"), ("fp32", "master-weights")])

@@ -183,6 +183,19 @@ def test_a_curve_of_the_first_screen_says_why_it_is_missing(server, reader):
     assert draw("first", "edq_ratio", view, reader).data
 
 
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [("TOKENS per", ["tokens_per_second"]), ("oracle_d", ["oracle_displacement_ratio", "oracle_drift_ratio"])],
+)
+def test_a_search_finds_curves_by_key_and_by_title_among_all_that_a_run_has(server, word, found):
+    run = server.client().run("run-plain")
+    shown = panel(View(page="run", runs=("run-plain",), tab="curves", query=word), run)
+    ids = [part.id for part in components(shown) if isinstance(getattr(part, "id", None), dict)]
+    assert sorted(entry["metric"] for entry in ids if entry["type"] == "run-figure") == found
+    nothing = panel(View(page="run", runs=("run-plain",), tab="curves", query="zzz"), run)
+    assert text(nothing) == "Nothing that this run measures or logs has 'zzz' in its name."
+
+
 def test_what_second_writers_log_stands_below_the_trainings_curves(server):
     run = msgspec.structs.replace(server.client().run("run-plain"), beside=["evaluator/accuracy"])
     content = panel(View(page="run", runs=("run-plain",), tab="curves"), run)

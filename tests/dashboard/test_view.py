@@ -48,6 +48,8 @@ pages = st.one_of(
         zoom=st.none() | zooms,
         at=st.none()
         | st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)).map(lambda pair: tuple(sorted(pair))),
+        schedule=st.sampled_from(["", "cosine:3e-4:100:10000"]),
+        query=st.text(max_size=8),
         order=st.sampled_from(["depth", "worst"]),
         rows=st.sampled_from(["all", "block", "type"]),
         tab=st.sampled_from(["layers", "curves", "norms", "states", "classes", "oracle", "about"]),

@@ -55,6 +55,7 @@ from collage_dashboard.pages.run_content import (
     first_curves,
     head,
     panel,
+    search,
     summary,
     tabs_of,
 )
@@ -90,6 +91,8 @@ CHOICES: Final = choices(
     metric=Choice("metric", DEFAULT_METRIC),
     layer=Choice("layer", WHOLE_MODEL, drops=("step",)),
     at=Choice("at", "", is_steps=True),
+    schedule=Choice("schedule"),
+    query=Choice("q", is_typed=True),
 )
 """The page's controls."""
 
@@ -147,6 +150,7 @@ def layout(view: View, reader: Reader) -> html.Div:
                 **curve_keys("Curves of the run", MARK_KEYS),
             ),
             html.Div(map_control(view, run), id="run-map-controls", style=map_style(view, run)),
+            html.Div(search(view, run), id="run-search", style=_search_style(view)),
             html.Div([html.Div(panel(view, run), id="run-panel"), *part("run-layer-place")], className="beside"),
             *part("run-change", change, asked_of(view, revision, CHANGED_BY)),
             html.Div(marks_in_words(story.marks), id="run-marks"),
@@ -269,6 +273,7 @@ def _register_frame(app: dash.Dash, reader: Reader) -> None:
         Output("run-panel", "children"),
         Output("run-framed", "data"),
         Output("run-map-controls", "style"),
+        Output("run-search", "style"),
         Output("run-at-zoom", "style"),
         Input("run-shown", "data"),
         State("run-framed", "data"),
@@ -285,12 +290,18 @@ def _register_frame(app: dash.Dash, reader: Reader) -> None:
                 children = panel(view, reader.ask(lambda client: client.run(view.runs[0])))
             except CollageError:
                 children = panel(view, run_of(record))
-        return curves, children, wanted, map_style(view, run_of(record)), shown_style(view)
+        styles = map_style(view, run_of(record)), _search_style(view), shown_style(view)
+        return curves, children, wanted, *styles
 
 
 def _framed(view: View) -> list[str]:
     """What of the view changes the frame of a tab."""
-    return [view.tab, view.metric or DEFAULT_METRIC]
+    return [view.tab, view.metric or DEFAULT_METRIC, view.query]
+
+
+def _search_style(view: View) -> dict[str, str]:
+    """The search stands above the curves that it finds."""
+    return {} if view.tab == "curves" else {"display": "none"}
 
 
 def _register_figures(app: dash.Dash, reader: Reader) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import Any, Final
 
 import dash_mantine_components as dmc
@@ -28,7 +29,8 @@ from collage_dashboard.figures import class_shares, heatmap, update_histogram
 from collage_dashboard.figures.classes import CLASSES
 from collage_dashboard.figures.heatmap import SMALLEST_HEIGHT, block_of
 from collage_dashboard.figures.histogram import PREDICTS
-from collage_dashboard.figures.style import INK, MARKED, empty_figure, with_subtitle
+from collage_dashboard.figures.series import mark_events
+from collage_dashboard.figures.style import INK, MARKED, add_note, empty_figure, literal, with_subtitle
 from collage_dashboard.number_downloads import numbers_address
 from collage_dashboard.pages.before_after import picked_marks
 from collage_dashboard.pages.run_about import about
@@ -42,8 +44,11 @@ from collage_dashboard.zoom import Steps, steps_within, with_zoom
 from collage_monitor import wire
 from collage_monitor.diagnosis import NOW_STEPS
 from collage_monitor.errors import NotAuthorised, ServerRefusal
+from collage_monitor.forecast import LOST, ForecastError
 from collage_monitor.metrics import SCALARS, split_key
-from collage_monitor.number_text import count, number, value_text
+from collage_monitor.number_text import count, number, share_text, value_text
+from collage_monitor.run_history import read_forecast
+from collage_monitor.schedule import parse_schedule
 
 __all__ = [
     "SERIES",
@@ -52,6 +57,7 @@ __all__ = [
     "first_curves",
     "head",
     "panel",
+    "search",
     "summary",
     "tabs_of",
 ]
@@ -204,6 +210,12 @@ def panel(view: View, run: wire.Run) -> Any:
     if view.tab == "classes":
         title = "What became of each element"
         return html.Div(_card("classes", "lost", title=title, note=_ABOUT_CLASSES, wide=True))
+    if view.tab == "curves" and view.query:
+        word = view.query.lower()
+        found = [key for key in (*run.latest, *run.scalars) if word in f"{key} {describe(key).title}".lower()]
+        none = html.P(f"Nothing that this run measures or logs has {view.query!r} in its name.", className="crumbs")
+        cards = [_card("series", key, strategy=strategy) for key in found[:_FOUND]]
+        return html.Div(cards or none, className="charts pairs")
     keys = SERIES.get(view.tab) or tuple(sorted(filter(_is_kept_beside, run.latest), key=_states_first))
     if not keys:
         return html.P("The optimizer's states were not measured.", className="crumbs")
@@ -212,10 +224,18 @@ def panel(view: View, run: wire.Run) -> Any:
     return html.Div(cards, className="charts pairs" if view.tab == "curves" else "charts")
 
 
+_FOUND: Final = 24
+"""Curves that a search shows."""
 _ABOUT_CLASSES: Final = (
     "Lost: intended, and rounded away. Idle: nothing was intended. Distorted: off by more than half. "
     "Shares are of all elements."
 )
+
+
+def search(view: View, run: wire.Run) -> dmc.TextInput:
+    """The search over all that the run measures and logs."""
+    told = f"Search {len(run.latest) + len(run.scalars):,} metrics"
+    return dmc.TextInput(id="run-query", value=view.query, placeholder=told, w=260, mb=10, **{"aria-label": told})
 
 
 def _is_kept_beside(key: str) -> bool:
@@ -303,7 +323,10 @@ def _first(metric: str, view: View, reader: Reader, steps: Steps, story: Story) 
     drawn.update_layout(margin={"l": 40, "r": 8, "b": 24})
     drawn.update_yaxes(title=None, nticks=5).update_xaxes(title=None, nticks=6)
     of_layer = bool(view.layer) and not describe(metric).scalar
-    turned = _turned(view, reader, answer, story) if metric == "lost_update_ratio" and drawn.data else ""
+    turned = ""
+    if metric == "lost_update_ratio" and drawn.data:
+        foretold = _foretell(drawn, view, reader, story) if view.schedule and not of_layer else ""
+        turned = _turned(view, reader, answer, story) or foretold
     if not turned:
         return with_subtitle(drawn, name) if of_layer else drawn
     # In the room that its mark has already.
@@ -314,6 +337,38 @@ def _first(metric: str, view: View, reader: Reader, steps: Steps, story: Story) 
     return with_subtitle(drawn, turned).update_layout(margin={"t": top})
 
 
+def _foretell(figure: go.Figure, view: View, reader: Reader, story: Story) -> str:
+    """Draw the share that will be lost if the rate follows the view's schedule, dotted, behind the curve; the first
+    step from which on it is too much, or why that is not known."""
+    try:
+        schedule = parse_schedule(view.schedule)
+        found = reader.ask(lambda client: read_forecast(client, view.runs[0], schedule)).strategies[0]
+    except NotAuthorised:
+        raise
+    except (ForecastError, ServerRefusal, ValueError) as error:
+        add_note(figure, "<br>".join(wrap(literal(f"No forecast: {error}"), _NOTE)))
+        return ""
+    if view.axis == "step" and found.shares:
+        steps, shares = zip(*found.shares, strict=True)
+        figure.add_scatter(
+            x=steps,
+            y=[100 * share for share in shares],
+            name="forecast",
+            mode="lines",
+            line={"color": story.colour, "width": 1.5, "dash": "dot"},
+            hovertemplate="forecast: %{y:.1f} %<extra></extra>",
+        )
+    if found.onset is None:
+        return "forecast: not lost in this run"
+    until = "the end" if found.latest is None else f"{found.latest:,}"
+    told = f"forecast: over {share_text(LOST)} from step {found.onset:,}"
+    if view.axis == "step":
+        mark_events(figure, [(found.onset, f"{told} ({found.earliest:,} to {until})")])
+    return told
+
+
+_NOTE: Final = 40
+"""Characters of a line over a curve of the first screen."""
 _NAMED: Final = 14
 """Characters of a layer's name that stand above a curve with what changed there."""
 

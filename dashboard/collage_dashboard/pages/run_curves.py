@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import dash_mantine_components as dmc
 import plotly.graph_objects as go
 from dash import html
 
@@ -47,6 +48,15 @@ def curve_controls(view: View, layers: list[str]) -> html.Details:
     offered = [{"value": WHOLE_MODEL, "label": "Whole model"}]
     offered += [{"value": name, "label": short_layer(name)} for name in layers]
     layer = select("run-layer", "Curves of", offered, chosen, searchable=True, allowDeselect=False, limit=200)
+    schedule = dmc.TextInput(
+        id="run-schedule",
+        value=view.schedule,
+        placeholder="cosine:3e-4:100:10000",
+        debounce=True,
+        size="xs",
+        w=220,
+        **{"aria-label": "Schedule of the learning rate: kind, rate, warm-up, steps"},
+    )
     controls = [
         labelled("Curves of", layer),
         axis_control("run-axis", view),
@@ -55,6 +65,7 @@ def curve_controls(view: View, layers: list[str]) -> html.Details:
         segments("run-order", "Layers", {"depth": "By depth", "worst": "Worst first"}, view.order),
         segments("run-rows", "Grouped", {"all": "No", "block": "By block", "type": "By module type"}, view.rows),
         *change_controls(view),
+        labelled("Learning-rate schedule, for a forecast", schedule),
     ]
     return menu("Axes", *controls)
 

@@ -13,6 +13,8 @@ from collage_dashboard.view import View
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.diagnosis import percent
+from collage_monitor.run_history import read_forecast
+from collage_monitor.schedule import parse_schedule
 from tests.dashboard.generated import GeneratedRun
 
 METRICS = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
@@ -150,6 +152,27 @@ def test_before_and_after_a_cure_or_the_clicked_step_is_one_picture(server, read
     of_layer = View(page="run", runs=("cured",), layer="blocks.1.mlp.up.weight", step=800)
     told = draw("first", "lost_update_ratio", of_layer, reader, story).layout.title.text
     assert told.startswith("…mlp.up.weight: 0 % → 50.0 %"), "short enough for a third of a laptop's screen"
+
+
+@pytest.mark.parametrize("schedule", ["cosine:2e-4:10:400", "constant:2e-4:10:300", "linear:1:2"])
+def test_what_a_schedule_will_lose_is_drawn_before_it_happens(server, reader, schedule):
+    view = View(page="run", runs=("run-plain",), schedule=schedule)
+    figure = draw("first", "lost_update_ratio", view, reader, Story(strategy="plain"))
+    if schedule == "linear:1:2":
+        [note] = [own.text for own in figure.layout.annotations if own.text.startswith("No forecast")]
+        assert "schedule 'linear:1:2'" in note.replace("<br>", " ")
+        assert "forecast" not in {trace.name for trace in figure.data}
+        return
+    with server.client() as client:
+        known = read_forecast(client, "run-plain", parse_schedule(schedule)).strategies[0]
+    [ahead] = [trace for trace in figure.data if trace.name == "forecast"]
+    assert (ahead.x[0], ahead.x[-1]) == (201, parse_schedule(schedule).steps)
+    steps, shares = zip(*known.shares, strict=True)
+    assert (ahead.x, ahead.y) == (steps, pytest.approx([100 * share for share in shares]))
+    assert figure.layout.title.text == f"forecast: over 25.0 % from step {known.onset}"
+    assert onsets({"lost": figure}, "lost") == [known.onset]
+    plain = draw("first", "lost_update_ratio", View(page="run", runs=("run-plain",)), reader, Story())
+    assert "forecast" not in {trace.name for trace in plain.data}
 
 
 def event(kind, attempt, step=None):
