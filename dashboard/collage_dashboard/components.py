@@ -295,9 +295,9 @@ def problem_page(problem: Problem, *, retry: bool = False, order: int = 1) -> ht
     return html.Div(dmc.Stack(lines, align="center", gap="md"), className="problem")
 
 
-def moment(seconds: float) -> html.Time:
-    """A Unix time: the page's scripts show it as the reader's clock has it, with UTC on hover."""
-    return html.Time(when(seconds), dateTime=iso(seconds), title=when(seconds))
+def moment(seconds: float, *, ago: bool = False) -> html.Time:
+    """A Unix time: the page's scripts show it as the reader's clock has it, or as "3 min ago"; in UTC on hover."""
+    return html.Time(when(seconds), dateTime=iso(seconds), title=when(seconds), className="ago" if ago else "")
 
 
 LIVE_MILLISECONDS: Final = 3000

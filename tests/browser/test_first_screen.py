@@ -55,6 +55,9 @@ def test_what_is_lost_where_and_since_when_stand_on_a_laptops_first_screen(opene
     assert tabs["y"] - head["y"] <= 150, "the head"
     assert cells["bottom"] <= 800
     assert cells["height"] >= 160
+    updated = page.locator(".run-head time")
+    assert re.fullmatch(r"\d+ min ago", updated.inner_text())
+    assert updated.get_attribute("title").endswith(" UTC")
     assert curves["bottom"] <= cells["y"]
     assert page.locator("#run-stack .card-title").all_text_contents() == TITLES
     assert min(page.evaluate(f"{PLOTS}.map(plot => plot._fullLayout._size.h)")) >= 155

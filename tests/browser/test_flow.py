@@ -1,5 +1,6 @@
 """How data flows to a page: a slow server, one that goes away and comes back, and what a tick may cost."""
 
+import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -120,28 +121,48 @@ def test_a_server_that_hangs_is_told_within_five_seconds(watched, between):
     page.wait_for_selector("#run-panel .hm image")
 
 
-SEEN = """() => {
+SEEN = """(words) => {
     window.seen = [];
     const look = () => {
-        const links = [...document.querySelectorAll(":is(#opening, #page) a")];
-        window.seen.push(links.some((link) => link.textContent === "plain" && link.offsetParent));
+        const said = document.body?.innerText || "";
+        window.seen.push(words.filter((word) => said.includes(word)));
         requestAnimationFrame(look);
     };
     requestAnimationFrame(look);
 }"""
+FALSE = ("logged yet", "throughput logged", "No step was measured", "no measured step")
+"""What runs that log and measure everything must never be told, while their numbers are on their way."""
 
 
-def test_rows_that_the_server_drew_stay_until_the_table_has_its_own(watched):
-    """They went when the application came, and the table was empty until it had drawn its first row."""
+@pytest.mark.parametrize(
+    ("path", "there", "words"),
+    [
+        ("/runs", ".ag-row .run-cell", ["master-weights", "Worst: plain"]),
+        (
+            "/run/run-plain",
+            "#run-panel .hm image",
+            ["Loses 57.0 % of its updates now", "Validation loss", "6 runs, 2 sick"],
+        ),
+        ("/compare?run=run-plain&run=run-plus", "#compare-chart-0 .trace", ["Use Collage plus", "losing updates"]),
+        ("/fleet", ".fleet img", ["states are stuck", "Collage plus"]),
+        ("/incidents", "#page a", ["No alert has fired"]),
+    ],
+)
+def test_what_the_server_drew_stays_until_the_page_has_its_own_and_no_frame_lies(watched, path, there, words):
+    """Rows went when the application came, and charts said that nothing was logged before their numbers came."""
     page = watched.page
-    page.add_init_script(f"({SEEN})()")
-    page.goto(f"{watched.url}/runs")
-    page.locator(".ag-row .run-cell").first.wait_for()
+    page.add_init_script(f"({SEEN})({json.dumps([*words, *FALSE])})")
+    page.goto(f"{watched.url}{path}")
+    page.locator(there).first.wait_for()
     page.locator("#opening").wait_for(state="detached")
-    seen = page.evaluate("seen")
-    assert seen[-1]
-    shown = seen[seen.index(True) :]
-    assert all(shown), f"{shown.count(False)} of {len(shown)} frames have no rows"
+    page.wait_for_timeout(500)
+    seen = [set(frame) for frame in page.evaluate("seen")]
+    assert set(words) <= seen[-1]
+    shown = seen[next(place for place, frame in enumerate(seen) if frame) :]
+    for word in words:
+        missing = sum(word not in frame for frame in shown)
+        assert not missing, f"{missing} of {len(shown)} frames lack {word!r}"
+    assert not set(FALSE) & set().union(*seen)
 
 
 def test_a_slow_server_is_waited_for_and_its_answers_appear(watched, between):

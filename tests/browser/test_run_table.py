@@ -191,6 +191,11 @@ def test_picked_runs_are_tagged_archived_and_deleted_together(watched, client, s
     page.get_by_role("button", name="Archive", exact=True).click()
     page.locator("#runs-count", has_text="No run matches").wait_for()
     assert client.run("run-old-one").tags == ["test", "done", "kept", "archived"]
+    page.locator("#runs-undo", has_text="Archived").get_by_role("button", name="Undo").click()
+    until(lambda: "archived" not in client.run("run-old-one").tags, "the runs to come back")
+    page.locator("#runs-undo:empty").wait_for(state="attached")
+    page.get_by_role("button", name="Archive", exact=True).click()
+    until(lambda: "archived" in client.run("run-old-one").tags, "them to be archived again")
     page.goto(f"{watched.url}/?q=old&archived=1")
     becomes(page, ["old one", "old two"])
     asked = []

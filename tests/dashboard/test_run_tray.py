@@ -10,6 +10,7 @@ from collage_dashboard.pages.runs_controls import (
     filter_row,
     pinned_line,
     tray,
+    undo,
 )
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import View
@@ -61,7 +62,13 @@ def test_an_action_writes_to_the_picked_runs_that_it_changes(read, asked, action
     with read() as client:
         put_runs(client, {"a": ["x"], "b": ["archived"], "c": []})
         asked.clear()
-        _do(client, action, ["a", "b"], named)
+        changed = _do(client, action, ["a", "b"], named)
+        assert sorted(changed) == [entry.split()[1] for entry in written]
+        if action == "archive":
+            [back] = [part.id["index"] for part in components(undo(action, changed)) if getattr(part, "id", None)]
+            assert back == "unarchive\na", "b was archived before"
+        else:
+            assert (undo(action, changed) is None) == (action != "unarchive")
         found = [entry.replace("/api/v1/runs/", "") for entry in asked if not entry.startswith("GET ")]
         assert sorted(found) == written
         assert tags_now(client) == {**left, "c": []}

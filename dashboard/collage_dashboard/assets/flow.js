@@ -219,16 +219,17 @@
     if (event.key === "Enter" && event.target.matches && event.target.matches(".layers-grid .ag-cell")) event.target.click();
   });
 
-  // Times stand as the reader's clock has them; on hover in UTC.
+  // Times stand as the reader's clock has them, new ones as minutes and hours ago; on hover in UTC.
   function tellTimes() {
     for (const time of document.querySelectorAll("time[datetime]")) {
       const at = new Date(time.dateTime);
-      const pad = (part) => String(part).padStart(2, "0");
-      const text = `${at.getFullYear()}-${pad(at.getMonth() + 1)}-${pad(at.getDate())} ${pad(at.getHours())}:${pad(at.getMinutes())}`;
-      const words = time.firstChild;
-      if (words && words.nodeValue !== text) words.nodeValue = text;
+      const minutes = time.className === "ago" ? Math.max(Math.floor((Date.now() - at) / 60000), 0) : Infinity;
+      const ago = minutes < 60 ? `${minutes} min ago` : `${Math.floor(minutes / 60)} h ago`;
+      const text = minutes < 1440 ? ago : at.toLocaleString("sv-SE", { dateStyle: "short", timeStyle: "short" });
+      if (time.textContent !== text) time.firstChild.nodeValue = text;
     }
   }
+  setInterval(tellTimes, 20000);
   new MutationObserver(() => {
     tellTimes();
     markPicked();
@@ -300,8 +301,7 @@
     const said = document.querySelector(`#runs-grid .ag-row[row-index="${row.getAttribute("row-index")}"] .verdict-cell`);
     if (said && place.textContent !== said.title) place.textContent = said.title;
   }
-  document.addEventListener("focusin", tellSentence);
-  document.addEventListener("mouseover", tellSentence);
+  for (const kind of ["focusin", "mouseover"]) document.addEventListener(kind, tellSentence);
 
   let filtered = null;
   let ordered = null;

@@ -79,7 +79,7 @@ def head(run: wire.Run) -> html.Div:
             *told,
             html.Div(className="spring"),
             dmc.Text(step, className="quiet", size="sm"),
-            dmc.Text(["updated ", moment(run.updated_at)], className="quiet", size="sm"),
+            dmc.Text(["updated ", moment(run.updated_at, ago=True)], className="quiet", size="sm"),
         ],
         className="toolbar run-head",
     )

@@ -114,6 +114,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             filter_row(view, filters),
             html.Div(_said(table, view), id="runs-count", className="headline", role="status"),
             html.Div(id="runs-alert"),
+            html.Div(id="runs-undo", role="status", className="crumbs"),
             html.Div(pinned_line(pinned, view), id="runs-kept"),
             html.Div(_grid(view, shown, kept), id="runs-table", style=_shown(not _is_empty(table, view))),
             html.P(id="runs-sentence", role="status", className="quiet sentence"),

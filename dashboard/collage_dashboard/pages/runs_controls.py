@@ -29,6 +29,7 @@ __all__ = [
     "pinned_line",
     "register_controls",
     "tray",
+    "undo",
     "views_menu",
 ]
 
@@ -191,6 +192,7 @@ def register_controls(app: dash.Dash, reader: Reader) -> None:
         Output("runs-alert", "children", allow_duplicate=True),
         Output("tick", "data", allow_duplicate=True),
         Output("runs-picked", "data", allow_duplicate=True),
+        Output("runs-undo", "children"),
         Input({"type": "picked-action", "index": ALL}, "n_clicks"),
         Input({"type": "picked-delete", "index": ALL}, "submit_n_clicks"),
         State({"type": "picked-tags", "index": ALL}, "value"),
@@ -201,17 +203,27 @@ def register_controls(app: dash.Dash, reader: Reader) -> None:
         _clicks: Any, _deletes: Any, tags: list[str | None], picked: dict[str, str] | None
     ) -> tuple[Any, ...]:
         pressed = _pressed()
-        action = "delete" if pressed["type"] == "picked-delete" else pressed["index"]
+        pressed_delete = pressed["type"] == "picked-delete"
+        action, *undone = ["delete"] if pressed_delete else pressed["index"].split("\n")
         named = tags_of(tags[0] or "") if tags and action == "tag" else []
-        if not picked or (action == "tag" and not named):
+        asked = undone or list(picked or ())
+        if not asked or (action == "tag" and not named):
             raise dash.exceptions.PreventUpdate
         try:
-            reader.ask(lambda client: _do(client, action, list(picked), named))
-            refused = None
+            changed = reader.ask(lambda client: _do(client, action, asked, named))
         except CollageError as error:
-            refused = refusal(error)
-        gone: Any = {} if action == "delete" and refused is None else no_update
-        return refused, no_update if refused else f"written {time.time()}", gone
+            return refusal(error), no_update, no_update, no_update
+        gone: Any = {} if action == "delete" else no_update
+        return None, f"written {time.time()}", gone, None if undone else undo(action, changed)
+
+
+def undo(action: str, changed: Sequence[str]) -> Any:
+    """What was done to these runs, and a way back; nothing of what has none, or changed none."""
+    back = {"archive": "unarchive", "unarchive": "archive"}.get(action)
+    if back is None or not changed:
+        return None
+    runs = "1 run" if len(changed) == 1 else f"{len(changed):,} runs"
+    return [f"{action.capitalize()}d {runs}. ", _action("\n".join([back, *changed]), "Undo")]
 
 
 def _register_views(app: dash.Dash, reader: Reader) -> None:
@@ -273,9 +285,10 @@ def _pressed() -> dict[str, Any]:
     return trigger
 
 
-def _action(action: str) -> html.Button:
+def _action(action: str, said: str = "") -> html.Button:
+    """A button that does something to the picked runs, or to those that follow the action, a line each."""
     own = {"type": "picked-action", "index": action}
-    return html.Button(action.capitalize(), id=own, type="button", className="textual")
+    return html.Button(said or action.capitalize(), id=own, type="button", className="textual")
 
 
 def _named(picked: Mapping[str, str]) -> str:
@@ -284,18 +297,19 @@ def _named(picked: Mapping[str, str]) -> str:
     return f"{first} and {more} more" if more > 0 else first
 
 
-def _do(client: Client, action: str, run_ids: Sequence[str], tags: Sequence[str]) -> None:
-    """Apply an action to each of these runs; earlier ones stay done if one is refused."""
+def _do(client: Client, action: str, run_ids: Sequence[str], tags: Sequence[str]) -> list[str]:
+    """Apply an action to each of these runs, and name those that it changed; earlier ones stay done if one is
+    refused."""
+    changed = []
     if action == "delete":
-        for run_id in run_ids:
-            client.delete_run(run_id)
-        return
+        return [client.delete_run(run_id).run_id for run_id in run_ids]
     for row in _rows(client, run_ids):
         kept = [tag for tag in row.tags if action != "unarchive" or tag != ARCHIVED]
         added = [ARCHIVED] if action == "archive" else tags
         wanted = list(dict.fromkeys([*kept, *added]))
         if wanted != row.tags:
-            client.update_run(row.run_id, wire.RunUpdate(tags=wanted))
+            changed.append(client.update_run(row.run_id, wire.RunUpdate(tags=wanted)).run_id)
+    return changed
 
 
 def _rows(client: Client, run_ids: Sequence[str]) -> Iterator[wire.RunRow]:
