@@ -11,6 +11,7 @@ import yaml
 from collage_server.command.serve import serve
 from collage_server.settings import Settings, settings_from_environment
 
+from collage_monitor.alerts import ALERTS
 from tests.forking import SERVER, run_command
 from tests.system import require
 from tests.waiting import PATIENCE_SECONDS
@@ -207,13 +208,38 @@ def test_every_query_of_grafana_s_dashboard_asks_for_what_is_exported(tmp_path):
     assert {name for query in grafana_queries() for name in names_of(query)} <= exported
 
 
+def test_grafana_draws_the_alerts_bounds_and_each_series_leads_to_its_run():
+    board = json.loads((ROOT / "server/deploy/grafana/dashboard.json").read_text())
+    bounds: dict[str, set[float]] = {}
+    for alert in ALERTS.values():
+        for own in alert.drawn:
+            if own.measure in {"value", "age"} and "nonfinite" not in own.series:
+                bounds.setdefault(own.series.partition("/")[0], set()).add(own.threshold)
+    drawn = 0
+    for panel in board["panels"]:
+        [query, *_] = [target["expr"] for target in panel.get("targets", [])] or [""]
+        defaults = panel["fieldConfig"]["defaults"] if query else {}
+        known = set.union(*(bounds.get(name, set()) for name in names_of(query))) if names_of(query) else set()
+        steps = [step["value"] for step in defaults.get("thresholds", {}).get("steps", ()) if step["value"]]
+        assert set(steps) <= known, panel["title"]
+        assert bool(steps) == bool(known), panel["title"]
+        drawn += bool(steps)
+        if panel["type"] == "timeseries" and "$run" in query:
+            [link] = defaults["links"]
+            assert link["url"] == "${dashboard}/run/${__field.labels.run_id}", panel["title"]
+    assert drawn == 6
+    assert [entry["name"] for entry in board["annotations"]["list"]] == ["Alerts", "Resumes"]
+    [address] = [entry["query"] for entry in board["templating"]["list"] if entry["name"] == "dashboard"]
+    assert address == "https://localhost:7421", "where the compose file has it"
+
+
 def grafana_queries():
     """The dashboard's queries, every project and run chosen."""
     board = json.loads((ROOT / "server/deploy/grafana/dashboard.json").read_text())
     asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
-    chosen = [
-        re.sub(r"^label_values\((.+), \w+\)$", r"\1", entry["definition"]) for entry in board["templating"]["list"]
-    ]
+    asked += [entry["expr"] for entry in board["annotations"]["list"]]
+    queries = [entry["definition"] for entry in board["templating"]["list"] if entry["type"] == "query"]
+    chosen = [re.sub(r"^label_values\((.+), \w+\)$", r"\1", query) for query in queries]
     return [re.sub(r"\$(project|run)\b", ".*", query) for query in [*asked, *chosen]]
 
 
