@@ -28,13 +28,13 @@ USUAL_FUNCTION, LONGEST_FUNCTION, USUAL_SHARE = 40, 100, 0.95
 SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
-    "collage_monitor": 15215,
-    "collage_agent": 24066,
+    "collage_monitor": 15282,
+    "collage_agent": 24102,
     "collage_optim": 7055,
-    "collage_server": 25687,
-    "collage_dashboard": 9872,
-    "tests": 77195,
-    "words of pages": 50836,
+    "collage_server": 26385,
+    "collage_dashboard": 10041,
+    "tests": 78264,
+    "words of pages": 51212,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
 SLACK = 0.01
