@@ -19,14 +19,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from collage_optim import integer_codes, state_loading
 from collage_optim.advance import AskedTotals, Step
 from collage_optim.arithmetic import State, WideArithmetic, constant, shared_workspace
-from collage_optim.compiled import (
-    Structure,
-    adds_totals,
-    check_compiled,
-    compiled_step,
-    device_step,
-    packed_scalars,
-)
+from collage_optim.compiled import Structure, adds_totals, check_compiled, compiled_step, device_step, pack_scalars
 from collage_optim.device_step import capturing, counted, launches
 from collage_optim.external_writes import ON_EXTERNAL_WRITE, ExternalWrites
 from collage_optim.hyperparameter_checks import TORCH_FORMS, check_torch_options
@@ -40,6 +33,7 @@ from collage_optim.strategies import (
     check_arithmetic,
     check_dtype,
     strategy_named,
+    usual_strategy,
 )
 from collage_optim.tensor_step import (
     Form,
@@ -102,11 +96,11 @@ class CollageOptimizer(Optimizer):
         self._last_gathered: dict[int, Gathered] = {}
 
     @classmethod
-    def from_optimizer(cls, optimizer: Optimizer, *, strategy: str, **options: Any) -> Self:
+    def from_optimizer(cls, optimizer: Optimizer, *, strategy: str | None = None, **options: Any) -> Self:
         """This class over another optimizer's groups: its options, those by name that both have, and its states.
 
         For an optimizer of the same update rule; decay that it does not have is 0. A group's 16-bit weights are
-        kept as `strategy` says; its other weights, which need no help, become a separate `plain` group.
+        kept as `strategy` says, else by default; its other weights become a separate `plain` group.
         options: others of this class, for all groups. Raises ValueError for options or states that are known to be
         another rule's, and as the class does for what `strategy` cannot keep.
         """
@@ -161,6 +155,8 @@ class CollageOptimizer(Optimizer):
         self._accepted.append(self._options(group))
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        if group["strategy"] is None:
+            group["strategy"] = usual_strategy(group, any(moment.second for moment in self._moments(group)))
         strategy = strategy_named(group["strategy"])
         launched = all(launches(parameter.device) for parameter in group["params"])
         launched = launched and group["arithmetic"] != "storage" and group["compiled"] is not False
@@ -397,7 +393,7 @@ class CollageOptimizer(Optimizer):
         elif group["compiled"] and device.type == "cpu":
             compiled = compiled_step(Structure(rule, strategy, moments, *form))
         if compiled is not None:
-            scalars = packed_scalars(scalars, wide, device)
+            scalars = pack_scalars(scalars, wide, device)
         elif not strict and launch is None:
             scalars = {name: constant(value, wide) for name, value in scalars.items()}
         return Step(

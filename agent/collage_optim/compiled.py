@@ -41,7 +41,7 @@ __all__ = [
     "check_compiled",
     "compiled_step",
     "device_step",
-    "packed_scalars",
+    "pack_scalars",
 ]
 
 TESTED_ELEMENTS = 65_547
@@ -81,7 +81,7 @@ def check_compiled(compiled: bool | None, arithmetic: str, strategy: StorageStra
         raise ValueError(f"compiled=True has no blocks on a CPU; leave it out with {strategy.name!r}")
 
 
-def packed_scalars(scalars: Mapping[str, Scalar], dtype: torch.dtype, device: torch.device) -> dict[str, Scalar]:
+def pack_scalars(scalars: Mapping[str, Scalar], dtype: torch.dtype, device: torch.device) -> dict[str, Scalar]:
     """Hyper-parameters as one tensor: a new value is no reason to compile again, and there is one to guard."""
     return {"packed": from_host(torch.tensor(list(scalars.values()), dtype=dtype), device)}
 
@@ -98,7 +98,7 @@ def compiled_step(structure: Structure) -> Advance | None:
 
             def stepped(components: State, numbers: Mapping[str, Scalar]) -> None:
                 source = _TESTED_SEEDING.at(0) if structure.strategy.stochastic else None
-                advance(components, packed_scalars(numbers, wide_dtype(structure.dtype), device), source)()
+                advance(components, pack_scalars(numbers, wide_dtype(structure.dtype), device), source)()
 
             reason = _difference_from_eager(structure, stepped, TESTED_ELEMENTS)
     except Exception as error:  # The compiler's failures have no common class, and training must go on.

@@ -26,12 +26,13 @@ __all__ = ["CollageAdam", "CollageAdamW", "CollageLion", "CollageSGD", "RuleOpti
 class CollageAdamW(CollageOptimizer):
     """AdamW (decoupled weight decay) whose weights and moving averages are kept as `strategy` says.
 
-    Use `split-master` for bfloat16 (12 bytes a parameter), or `split-master-16bit` (10) or `split-master-8bit` (8):
-    fp32 weights as bfloat16 and the bits below, with moments in 24, 16 or 8 bits. The default is the published
-    method, `plus`: less exact in the same bytes, and half the cost of a step on a CPU.
+    The default for bfloat16 is `split-master` (12 bytes a parameter): fp32 weights as bfloat16 and the bits below,
+    with moments in 24 bits. `split-master-16bit` (10) and `split-master-8bit` (8) keep moments in 16 or 8 bits.
+    The default for float16 is `master-weights`, for wider weights `plain`.
 
     Options:
-        strategy: a name of `STRATEGIES`, by group.
+        strategy: a name of `STRATEGIES`, by group. None: the default for the dtype; in `storage` arithmetic the
+            published method, `plus` (`light` without a second moment).
             `plain`: one number each. `stochastic`: the same, rounded at random. `kahan`: a compensated weight.
             `light`: the weight as an expansion of two. `light-stochastic`: its low component and the moments are
             rounded at random. `plus`: the second moment is an expansion too. `full`: also the first.
@@ -62,7 +63,7 @@ class CollageAdamW(CollageOptimizer):
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
-        strategy: str = "plus",
+        strategy: str | None = None,
         arithmetic: str = "fp32",
         maximize: bool = False,
         seed: int | None = None,
@@ -112,7 +113,7 @@ class CollageLion(CollageOptimizer):
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
         weight_decay: float = 0,
         *,
-        strategy: str = "light",
+        strategy: str | None = None,
         arithmetic: str = "fp32",
         maximize: bool = False,
         seed: int | None = None,
@@ -148,7 +149,7 @@ class CollageSGD(CollageOptimizer):
         weight_decay: float = 0,
         nesterov: bool = False,
         *,
-        strategy: str = "light",
+        strategy: str | None = None,
         arithmetic: str = "fp32",
         maximize: bool = False,
         seed: int | None = None,
@@ -181,7 +182,7 @@ class RuleOptimizer(CollageOptimizer):
         params: ParamsT,
         rule: str,
         *,
-        strategy: str = "light",
+        strategy: str | None = None,
         arithmetic: str = "fp32",
         maximize: bool = False,
         seed: int | None = None,

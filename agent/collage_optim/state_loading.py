@@ -133,7 +133,7 @@ def options_like(name: str, defaults: Group, group: Group) -> dict[str, Any]:
     return {**off, **{key: value for key, value in group.items() if key in own}}
 
 
-def groups_like(options: dict[str, Any], group: Group, strategy: str) -> Iterator[dict[str, Any]]:
+def groups_like(options: dict[str, Any], group: Group, strategy: str | None) -> Iterator[dict[str, Any]]:
     """Groups of these options for another's group: its 16-bit weights under `strategy`, others `plain`."""
     names = group.get("param_names")
     options.update({"initial_lr": group["initial_lr"]} if "initial_lr" in group else {})

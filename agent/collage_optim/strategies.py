@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ __all__ = [
     "check_packed",
     "known_strategy",
     "strategy_named",
+    "usual_strategy",
 ]
 
 LOW_COMPONENT_SUFFIX = "_low"
@@ -238,6 +240,20 @@ def strategy_named(name: str) -> StorageStrategy:
         names = [*STRATEGIES, *extensions("collage_agent.strategies")]
         raise ValueError(f"Invalid strategy: {name!r}; use one of {', '.join(names)}")
     return found
+
+
+def usual_strategy(group: Mapping[str, Any], has_second_moment: bool) -> str:
+    """What a group is kept as that names no strategy: the most exact that its parameters' dtypes allow.
+
+    bfloat16: `split-master`; float16: `master-weights`; wider: `plain`. In `storage`
+    arithmetic, which `split-master` refuses: `plus`, or `light` for a rule without a second moment.
+    """
+    dtypes = {parameter.dtype for parameter in group["params"]}
+    if dtypes.issubset(_HIGH_PRECISION):
+        return "plain"
+    if group["arithmetic"] == "storage":
+        return "plus" if has_second_moment else "light"
+    return "master-weights" if torch.float16 in dtypes else "split-master"
 
 
 def check_arithmetic(strategy: StorageStrategy, arithmetic: str) -> None:

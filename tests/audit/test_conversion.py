@@ -158,7 +158,7 @@ def test_sgd_without_a_counter(tmp_path):
     model, optimizer = trained(lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
     convert_checkpoint(saved(tmp_path / "sgd.pt", model, optimizer), "light").write(tmp_path / "new.pt")
     content = torch.load(tmp_path / "new.pt")
-    loaded = CollageSGD(network().parameters())
+    loaded = CollageSGD(network().parameters(), strategy="light")
     loaded.load_state_dict(content["optimizer"])
     for state, original in zip(loaded.state.values(), optimizer.state.values(), strict=True):
         assert torch.equal(state["momentum_buffer"], original["momentum_buffer"])

@@ -17,7 +17,7 @@ from tests.agent.training import mlp, mlp_loss, train
 MAKERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, fused=True),
-    "plus": lambda p: CollageAdamW(p, lr=1e-3, weight_decay=0.1),
+    "plus": lambda p: CollageAdamW(p, lr=1e-3, weight_decay=0.1, strategy="plus"),
 }
 OPTIONS: Any = {"every": 1, "sample": "all", "oracle": True, "windows": (4,)}
 

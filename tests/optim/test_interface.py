@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from collage_optim import STRATEGIES, CollageAdamW
+from collage_optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, train
 
@@ -85,6 +85,38 @@ def test_a_refused_group_is_not_added():
     with pytest.raises(ValueError, match="Invalid strategy"):
         optimizer.add_param_group({"params": parameters(seed=2), "strategy": "none"})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "strategy"),
+    [
+        (torch.bfloat16, {}, "split-master"),
+        (torch.float16, {}, "master-weights"),
+        (torch.float32, {}, "plain"),
+        (torch.float64, {"arithmetic": "storage"}, "plain"),
+        (torch.bfloat16, {"arithmetic": "storage"}, None),
+    ],
+)
+@pytest.mark.parametrize("kind", [CollageAdamW, CollageLion, CollageSGD])
+def test_the_default_strategy_is_the_one_that_is_advised_for_the_dtype(kind, dtype, options, strategy):
+    """It was `plus`, which advice never names, and which refused fp32 weights."""
+    member = torch.nn.Parameter(torch.ones(4, dtype=dtype))
+    other = torch.nn.Parameter(torch.ones(4))
+    optimizer = kind([member], **options)
+    optimizer.add_param_group({"params": [other]})
+    published = "plus" if kind is CollageAdamW else "light"
+    assert [group["strategy"] for group in optimizer.param_groups] == [strategy or published, "plain"]
+    optimizer = kind.from_optimizer(optimizer, **options)
+    assert [group["strategy"] for group in optimizer.param_groups] == [strategy or published, "plain"]
+    member.grad = torch.ones_like(member)
+    optimizer.step()
+    assert (member < 1).all()
+
+
+def test_a_group_of_bfloat16_and_wider_weights_is_told_to_be_two():
+    members = [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
+    with pytest.raises(ValueError, match=r"not torch\.float32: put these parameters into a group of their own"):
+        CollageAdamW(members)
 
 
 def test_groups_may_differ_in_strategy():

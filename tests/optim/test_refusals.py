@@ -64,7 +64,7 @@ def test_a_refusal_says_what_was_found_and_what_is_needed():
     members = parameters()
     saved = copy.deepcopy(stepped(OURS["AdamW"], members).state_dict())
     saved["param_groups"][0].update(momentum=0.0, dampening=0.0, nesterov=False)
-    with pytest.raises(ValueError, match=r"parameter 0 holds exp_avg, exp_avg_sq.*CollageSGD keeps no average"):
+    with pytest.raises(ValueError, match=r"parameter 0 holds exp_avg, .*exp_avg_sq.*CollageSGD keeps no average"):
         CollageSGD(members).load_state_dict(saved)
     del saved["param_groups"][0]["betas"]
     with pytest.raises(ValueError, match="groups have no betas, which CollageAdamW needs"):

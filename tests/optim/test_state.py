@@ -117,7 +117,7 @@ def test_state_dict_is_plain_data():
     saved = io.BytesIO()
     torch.save(optimizer.state_dict(), saved)
     saved.seek(0)
-    assert torch.load(saved, weights_only=True)["param_groups"][0]["strategy"] == "plus"
+    assert torch.load(saved, weights_only=True)["param_groups"][0]["strategy"] == "split-master"
 
 
 @pytest.mark.drawn
