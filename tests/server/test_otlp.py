@@ -119,6 +119,12 @@ def test_an_export_without_a_step_counts(server):
     assert logged(server, "learning_rate") == {1: 0.5}
 
 
+def test_what_is_called_a_step_and_is_none_is_logged(server):
+    sent(server, export((1, 2.5), name="step"), JSON)
+    sent(server, export((2, 4.0, {"step": "warmup"})), JSON)
+    assert (logged(server, "step"), logged(server, "loss/step=warmup")) == ({1: 2.5}, {2: 4.0})
+
+
 def test_a_point_s_own_step_counts_and_its_other_attributes_name_it(server):
     sent(server, export((1, 3.0, {"step": "40", "split": "a"}), (1, 2.0, {"step": "50", "split": "a"})), JSON)
     assert logged(server, "loss/split=a") == {40: 3.0, 50: 2.0}
@@ -151,6 +157,8 @@ def test_what_is_not_kept_is_told_as_the_protocol_says(server):
     assert count == 1
     assert "names with their attributes have 1 to 512 characters" in why
     assert sent(server, body + "}", JSON, 422).code == "unprocessable"
+    twice = partial(sent(server, export((2, 3.0), (2, 4.0)), JSON))
+    assert twice == (1, "'loss' comes twice at one time: tell its points apart by an attribute")
     assert otlp_messages.response(300, "why", PROTOBUF["Content-Type"]) == b"\x0a\x08\x08\xac\x02\x12\x03why"
 
 
@@ -167,6 +175,8 @@ def test_what_is_not_kept_is_told_as_the_protocol_says(server):
         (b"\0" * (2**20 + 1), PROTOBUF, 413, "send_batch_max_size"),
         (b"x", PROTOBUF | {"Content-Encoding": "gzip"}, 400, "not gzip"),
         (b"x", {"Content-Type": "application/msgpack"}, 415, "application/x-protobuf or application/json"),
+        (export((1, 1.0)).replace('"asDouble": 1.0', f'"asInt": 1{"0" * 400}'), JSON, 400, "asInt"),
+        (export((1, 1.0)).replace('"asDouble": 1.0', '"asInt": null'), JSON, 422, "has no value"),
         (export((1, 1.0), **{"service.instance.id": ""}), JSON, 422, "collage.run_id=ID"),
         (export((1, 1.0), **{"service.instance.id": "a/b"}), JSON, 422, "attributes make no run: .*run_id"),
         (export((-1_700_000_000, 1.0)), JSON, 422, "no time_unix_nano"),

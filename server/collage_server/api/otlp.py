@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
@@ -133,37 +132,42 @@ def _plain(attributes: Sequence[Attribute]) -> dict[str, Any]:
 def _values(
     points: Sequence[tuple[str, DataPoint]], refused: _Refused
 ) -> dict[tuple[int, int | None], dict[str, float]]:
-    steps = {
-        point.time_unix_nano: step
-        for name, point in points
-        if _STEP_NAME.fullmatch(_last(name)) and (step := _step(_number(point))) is not None
-    }
+    steps = {point.time_unix_nano: step for name, point in points if (step := _step_of(name, point)) is not None}
     found: dict[tuple[int, int | None], dict[str, float]] = defaultdict(dict)
     owners: dict[str, str] = {}
     for name, point in points:
-        labels = _plain(point.attributes)
-        if point.flags & _NOT_RECORDED or _STEP_NAME.fullmatch(_last(name)):
+        if point.flags & _NOT_RECORDED or _step_of(name, point) is not None:
             continue
-        told = next((step for key in _STEPS if (step := _step(labels.pop(key, None))) is not None), None)
-        step = steps.get(point.time_unix_nano) if told is None else told
+        labels = _plain(point.attributes)
+        own = next((key for key in _STEPS if _step(labels.get(key)) is not None), None)
+        step = steps.get(point.time_unix_nano) if own is None else _step(labels.pop(own))
         shown = _known_name(name)
         if owners.setdefault(shown, name) != name:
             shown = name
         shown += "".join(f"/{key}={value}" for key, value in sorted(labels.items()))
-        if problem := _problem(shown, point):
+        named, there = _named(shown, point), found[point.time_unix_nano, step]
+        if problem := _problem(shown, point, named, there):
             refused.add(1, problem)
         else:
-            found[point.time_unix_nano, step].update(_named(shown, point))
-    return found
+            there.update(named)
+    return {place: values for place, values in found.items() if values}
 
 
-def _problem(name: str, point: DataPoint) -> str | None:
+def _step_of(name: str, point: DataPoint) -> int | None:
+    """The step that a point says, if it is one of a gauge of steps."""
+    return _step(_number(point)) if _STEP_NAME.fullmatch(_last(name)) else None
+
+
+def _problem(name: str, point: DataPoint, named: Mapping[str, float], there: Mapping[str, float]) -> str | None:
+    """Why a point's values cannot be kept beside those that are there, if they cannot."""
     if not point.time_unix_nano:
         return f"{name[:40]!r}: a data point has no time_unix_nano, so that it cannot be told from its repetition"
     if not 0 < len(name) <= _LONGEST_NAME - len(f"{_ROLE}//count") or "\0" in name:
         return f"{name[:40]!r}: names with their attributes have 1 to {_LONGEST_NAME} characters, none of them NUL"
     if _number(point) is None and point.count is None:
         return f"{name[:40]!r}: a data point has no value"
+    if named.keys() & there.keys():
+        return f"{name[:40]!r} comes twice at one time: tell its points apart by an attribute"
     return None
 
 
@@ -257,7 +261,7 @@ async def _keep(app_state: AppState, principal: Principal, source: _Source, refu
         for (time, step), values in sorted(source.values.items(), key=lambda entry: entry[0][0])
         for names in _batches(sorted(values))
     ]
-    digests = [(time, zlib.crc32("\0".join([str(step), *values]).encode())) for time, step, values in pieces]
+    digests = [(time, _digest(step, values)) for time, step, values in pieces]
     places = await run_in_threadpool(app_state.store.journal.number_exports, stream, digests)
     reports = []
     for (time, step, values), numbered in zip(pieces, places, strict=True):
@@ -275,6 +279,11 @@ async def _keep(app_state: AppState, principal: Principal, source: _Source, refu
     return stored.accepted + stored.duplicates
 
 
+def _digest(step: int | None, names: Iterable[str]) -> int:
+    """Tells reports of one time apart."""
+    return int.from_bytes(blake2b("\0".join([str(step), *names]).encode(), digest_size=7).digest())
+
+
 def _batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
     for start in range(0, len(names), _MOST_NAMES):
         yield names[start : start + _MOST_NAMES]
@@ -289,7 +298,7 @@ def _stream(app_state: AppState, principal: Principal, source: _Source) -> Strea
     """
     store, now, run_id = app_state.store, app_state.clock(), source.run_id
     owner = store.access.project_of(run_id)
-    project = source.attributes.get("collage.project") or _project(principal, owner)
+    project = str(source.attributes.get("collage.project") or _project(principal, owner))
     if not principal.owns(project):
         raise Forbidden(f"this token is not for project {project!r}", field="collage.project")
     stream_id = source.id_of(*_IDENTITY, "collage.launch_id", "collage.rank", "rank")
@@ -298,7 +307,7 @@ def _stream(app_state: AppState, principal: Principal, source: _Source) -> Strea
     if owner != project:
         name = str(source.attributes.get("service.name", ""))[:_LONGEST_NAME] or None
         create = _message(wire.RunCreate, run_id=run_id, name=name, config=dict(source.attributes))
-        store.runs.create(str(project), create, now, app_state.quotas.check)
+        store.runs.create(project, create, now, app_state.quotas.check)
     launches = [attempt.launch_id for attempt in store.runs.get(run_id).attempts]
     role = None if all(launch.startswith(f"{_ROLE}-") for launch in launches) else _ROLE
     launched = "collage.launch_id" in source.attributes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
@@ -24,10 +24,15 @@ _MOST_PARTS: Final = 60_000
 _TOO_MANY: Final = f"it has more than {_MOST_PARTS} data points and attributes, send smaller batches"
 
 
+_Signed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Unsigned = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""JSON and Python would take larger ones, which are no floating-point number and take long to print."""
+
+
 class _Value(msgspec.Struct, rename="camel"):
     string_value: str | None = None
     bool_value: bool | None = None
-    int_value: int | None = None
+    int_value: _Signed | None = None
     double_value: float | None = None
 
 
@@ -40,12 +45,12 @@ class DataPoint(msgspec.Struct, rename="camel"):
     """A number, or the count and sum of a histogram or summary."""
 
     attributes: list[Attribute] = []
-    time_unix_nano: int = 0
+    time_unix_nano: _Unsigned = 0
     as_double: float | None = None
-    as_int: int | None = None
-    count: int | None = None
+    as_int: _Signed | None = None
+    count: _Unsigned | None = None
     sum: float | None = None
-    flags: int = 0
+    flags: _Unsigned = 0
 
 
 class _DataPoints(msgspec.Struct, rename="camel"):
@@ -188,6 +193,8 @@ def _decoded(field: _Field, value: int | memoryview, kind: int, parts: Iterator[
 
 def _varint(data: memoryview, place: int) -> tuple[int, int]:
     """The number there, and the place behind it."""
+    if place < len(data) and data[place] < 0x80:
+        return data[place], place + 1
     number = 0
     for shift in range(0, 70, 7):
         if place >= len(data):
