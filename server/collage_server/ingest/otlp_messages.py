@@ -88,6 +88,9 @@ class Export(msgspec.Struct, rename="camel"):
     resource_metrics: list[_ResourceMetrics] = []
 
 
+_DECODE_JSON: Final = msgspec.json.Decoder(Export, strict=False).decode
+
+
 class _Field(NamedTuple):
     """A field on the wire: its name in JSON, and `struct`'s format, a message's fields, or "varint" or "text"."""
 
@@ -217,7 +220,7 @@ def export_in(body: bytes | bytearray, content_type: str) -> Export:
         if content_type == wire.JSON:
             if body.count(b"{") > _MOST_PARTS:
                 raise ValueError(_TOO_MANY)
-            return msgspec.json.decode(body, type=Export, strict=False)
+            return _DECODE_JSON(body)
         return msgspec.convert(_read(memoryview(body), _MESSAGE, iter(range(_MOST_PARTS))), Export)
     except (ValueError, RecursionError) as error:
         raise BadRequest(

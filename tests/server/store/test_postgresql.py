@@ -130,19 +130,21 @@ def test_servers_migrating_at_once_do_it_once(empty_database):
 
 def test_a_row_that_an_older_server_changes_beside_this_one_is_not_taken_for_damaged(store):
     """It goes on while the schema gets checksums, and it knows none: what it changes has none either."""
-    columns = [(table.name, "checks") for table in schema.metadata.sorted_tables if "checks" in table.c]
+    held = {table.name for table in schema.metadata.sorted_tables if "checks" in table.c} - {"numbered_export"}
+    columns = [(name, "checks") for name in sorted(held)]
     columns += [("report", "step_check"), *(("segment", name) for name in ("digest", "checked_at", "problem"))]
     with store.engine.begin() as connection:
         for table, column in columns:
             connection.execute(text(f"ALTER TABLE {table} DROP COLUMN {column}"))
+        connection.execute(text("DROP TABLE numbered_export"))
         connection.execute(text("UPDATE alembic_version SET version_num = 'r0011'"))
     store.migrate()
     StoreContract.append(store, StoreContract.fill(store), report(0, 1))
     with store.engine.begin() as connection:
-        held = text("SELECT checks FROM run_latest")
-        assert connection.execute(held).scalar_one() is not None
+        asked = text("SELECT checks FROM run_latest")
+        assert connection.execute(asked).scalar_one() is not None
         connection.execute(text("UPDATE run_latest SET last_step = 7"))
-        assert connection.execute(held).scalar_one() is None
+        assert connection.execute(asked).scalar_one() is None
     [latest] = store.streams.of_run("r1")
     assert (latest.reports, latest.last_step) == (1, 7)
 

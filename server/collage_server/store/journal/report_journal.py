@@ -266,6 +266,9 @@ class _Exports(msgspec.Struct):
         return numbers[digest], count
 
 
+_DECODE_EXPORTS: Final = msgspec.json.Decoder(_Exports).decode
+
+
 class ReportJournal:
     """Keeps each report once until it is sealed. Only one thread at a time may call `append`.
 
@@ -301,7 +304,7 @@ class ReportJournal:
             row = connection.execute(select(table).where(*own)).first()
             if row is not None:
                 require_row(table, row)
-            known = _Exports() if row is None else msgspec.json.decode(row.known, type=_Exports)
+            known = _Exports() if row is None else _DECODE_EXPORTS(row.known)
             places = [known.place(time, digest) for time, digest in exports]
             if row is None:
                 connection.execute(insert(table).values(**mine, known=to_json(known)))
