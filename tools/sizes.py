@@ -30,11 +30,11 @@ SINGLE_IMPORTERS = 80
 BUDGETS = {
     "collage_monitor": 15282,
     "collage_agent": 24102,
-    "collage_optim": 7055,
-    "collage_server": 26385,
+    "collage_optim": 7063,
+    "collage_server": 26407,
     "collage_dashboard": 10041,
-    "tests": 78264,
-    "words of pages": 51212,
+    "tests": 78308,
+    "words of pages": 51218,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
 SLACK = 0.01
