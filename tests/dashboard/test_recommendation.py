@@ -146,6 +146,17 @@ def test_a_loss_speaks_against_a_healthy_strategy_only_if_its_interval_lies_beyo
     assert found([REFERENCE, row("plus", 2.9)]).chosen.strategy == "plus", "of one run each chance is not known"
 
 
+def test_what_counts_is_a_share_of_the_size_of_a_loss_below_0():
+    negative = [*seeds("plain", -2.42, -2.40, -2.44, dtype="float32"), *seeds("plus", -2.419, -2.399, -2.439)]
+    assert found(negative).chosen.strategy == "plus"
+
+
+def test_no_strategy_is_said_to_lose_while_another_is_not_known():
+    losing = row("plain", 2.51, health="losing updates", short="loses 57 % of its updates")
+    assert found([losing]).brief
+    assert not found([losing, row("plus", 2.42, health="unknown", short="no step")]).brief
+
+
 def test_a_loss_that_is_noticeably_lower_speaks_for_a_strategy():
     said = found([REFERENCE, row("plus", 2.42 * 0.9), row("master-weights", 2.42)])
     assert said.chosen.strategy == "plus"

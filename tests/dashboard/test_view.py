@@ -1,7 +1,7 @@
 """The view in the address: a round trip for every view, and tolerance for what an address may hold."""
 
 import pytest
-from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address
+from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, read_steps, write_address
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,6 +71,8 @@ def test_a_default_view_has_a_bare_address():
 
 def test_the_order_of_the_runs_is_kept_and_doubles_go():
     assert read_address("/compare", "?run=b&run=a&run=b").runs == ("b", "a")
+    pins = "&".join(f"pin=r{place}" for place in (0, *range(12)))
+    assert read_address("/runs", f"?{pins}").pins == tuple(f"r{place}" for place in range(10)), "ten at most"
 
 
 def test_an_address_with_too_many_runs_counts_what_it_leaves_out_and_hands_the_count_on():
@@ -91,7 +93,22 @@ def test_what_cannot_be_read_keeps_its_default():
 
 
 @pytest.mark.parametrize(
-    "search", ["?from=20&to=10", "?from=10", "?from=nan&to=inf", "?from=-5&to=1", "?from=x&to=9"]
+    "search", ["?from=20&to=10", "?from=10", "?from=nan&to=inf", "?from=-5&to=1", "?from=x&to=9", "?from=1&to=inf"]
 )
 def test_a_zoom_without_two_ends_in_order_is_none(search):
     assert read_address("/run/a", search).zoom is None
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("800", (800, 800)),
+        ("1,500", (1500, 1500)),
+        ("8-9", (8, 9)),
+        ("9-9", (9, 9)),
+        ("9-8", None),
+        ("1-2-3", None),
+    ],
+)
+def test_a_range_of_steps_ends_where_it_begins_or_later(text, steps):
+    assert read_steps(text) == steps

@@ -2,6 +2,8 @@
 
 import math
 
+import msgspec
+import pytest
 from collage_dashboard.figures import heatmap
 from collage_dashboard.figures.growth import as_sent
 from collage_dashboard.figures.heatmap import (
@@ -25,6 +27,8 @@ def test_cells_rows_and_hover():
     assert trace.hovertemplate == "%{y}<br>step %{x:,}<br>%{text}<extra></extra>"
     assert trace.meta == {"form": "ratio"}
     assert trace.hoverongaps is False
+    merged = msgspec.structs.replace(heatmap_answer([[1.0, 0.9]]), first_steps=[1, 11])
+    assert heatmap(merged).data[0].hovertemplate.startswith("%{y}<br>merged up to step %{x:,}<br>")
 
 
 def test_the_middle_of_the_colours_is_the_ideal_and_the_scale_is_the_same_for_every_run():
@@ -35,6 +39,8 @@ def test_the_middle_of_the_colours_is_the_ideal_and_the_scale_is_the_same_for_ev
         assert trace.zmax - trace.zmin >= 0.04 - 1e-12, "noise around the ideal stays pale"
         scales.add((trace.zmin, trace.zmax))
     assert scales == {(1.0 - REACH, 1.0 + REACH)}
+    trace = heatmap(heatmap_answer([[1.0, 0.9]], "measured_ratio")).data[0]
+    assert (trace.zmin, trace.zmax) == pytest.approx((100 * (1.0 - REACH), 100 * (1.0 + REACH))), "in percent"
 
 
 def test_a_loss_that_is_judged_as_one_is_no_longer_pale():
@@ -115,6 +121,7 @@ def test_labels_leave_out_what_all_layers_share():
     ]
     assert short_layers(["only.weight"]) == {"only.weight": "only.weight"}
     assert set(short_layers(["a", "a.b"]).values()) == {"a", "a.b"}
+    assert short_layers(["a.b", "a.a.b"]) == {"a.b": "b", "a.a.b": "a.b"}
     assert len(short_layers(["x" * 300, "y" * 300])["x" * 300]) == 34
 
 

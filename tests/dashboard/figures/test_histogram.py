@@ -35,3 +35,10 @@ def test_hover_names_the_octave_the_share_and_the_elements():
 
 def test_an_empty_histogram_says_so():
     assert not update_histogram(histogram_answer({})).data
+
+
+def test_the_outline_of_an_earlier_time_has_its_own_shares():
+    now, before = histogram_answer({"-3": 30.0, "0": 10.0}), histogram_answer({"-3": 2.0, "0": 6.0})
+    outline = update_histogram(now, before=before).data[1]
+    assert outline.y[list(outline.x).index(-2.5)] == 25.0
+    assert sum(outline.y) == 100.0

@@ -48,6 +48,9 @@ def test_undefined_and_non_finite_values_are_gaps_and_the_latter_are_counted():
     figure = curves("loss", [NamedCurve("run", RED, series([1.0, None, "NaN", "Infinity", 2.0], "loss"))])
     assert list(drawn(figure, "run")["y"]) == [1.0, None, None, None, 2.0]
     assert figure.layout.annotations[0].text == "2 points are not finite, the first at step 30"
+    merged = msgspec.structs.replace(series([1.0, "NaN"], "loss"), first_steps=[1, 11])
+    figure = curves("loss", [NamedCurve("run", RED, merged)])
+    assert figure.layout.annotations[0].text == "1 points are not finite, the first at step 11"
 
 
 def test_a_band_follows_the_interval_and_breaks_at_a_gap():
@@ -56,6 +59,8 @@ def test_a_band_follows_the_interval_and_breaks_at_a_gap():
     assert list(band["x"]) == [10, 20, 20, 10, 10, None, 40, 40, 40, None]
     assert list(band["y"]) == [0.8, 0.7, 0.9, 1.0, 0.8, None, 0.6, 0.8, 0.6, None]
     assert band["fill"] == "toself"
+    torn = series([0.9, 0.8, 0.7], low=[0.8, 0.7, 0.6], high=[1.0, 0.9, 0.8], ranks=[2, 2, 1], world_size=2)
+    assert 30 not in drawn(curves("edq_ratio", [NamedCurve("run", RED, torn)]), "run, 95 % interval")["x"]
 
 
 def test_a_partial_point_is_no_part_of_the_line():
@@ -196,3 +201,14 @@ def test_the_numbers_of_every_axis_have_their_thousands_apart(key):
     axes = [figure.layout[name] for name in figure.layout if name.startswith(("xaxis", "yaxis"))]
     assert len(axes) == 2
     assert all(axis.separatethousands for axis in axes)
+
+
+def test_a_logarithm_needs_a_number_above_0_and_shows_no_ideal_of_0():
+    def drawn_over(values):
+        figure = curves(
+            "lost_update_ratio", [NamedCurve("run", RED, series(values, "lost_update_ratio"))], scale="log"
+        )
+        return figure.layout.yaxis.type, len(figure.layout.shapes)
+
+    assert drawn_over([0.1, 0.0]) == ("log", 0)
+    assert drawn_over([0.0, 0.0]) == (None, 1)
