@@ -52,6 +52,7 @@ def test_without_a_token_only_this_machine_and_no_foreign_page(server):
         ("localhost", "http://localhost:7421", 403),
         ("localhost:7420", "http://127.0.0.1:7420", 403),
         ("localhost", "https://evil.example", 403),
+        ("localhost", "http://evil-localhost", 403),
         ("localhost", "null", 403),
     ):
         response = server.client.get(
@@ -115,3 +116,13 @@ def test_the_servers_extra_brings_what_its_verbs_import():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert "collage-monitor[client]" in extras["server"]
     assert any(entry.startswith("httpx") for entry in extras["client"])
+
+
+def test_with_a_token_too_only_the_names_that_are_given_are_served(tmp_path):
+    settings = Settings(folder=tmp_path, token=TOKEN, allowed_hosts=("box.lan",))
+    with TestClient(create_app(settings)) as client:
+        found = [
+            client.get("/api/v1/runs", headers={"Authorization": f"Bearer {TOKEN}", "Host": host}).status_code
+            for host in ("box.lan", "localhost", "evil.example")
+        ]
+    assert found == [200, 200, 403]

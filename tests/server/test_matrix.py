@@ -289,6 +289,7 @@ def check_within(guarded, provider, route, role, secret):
         assert answer.json()["error"]["code"] == "forbidden"
 
 
+OF_ONE_PROJECT = ("{run_id}", "{stream_id}", "{project}")
 ABOUT_ONE_PROJECT = [
     route for route, roles in ALLOWED.items() if roles is not None and ("{" in route or "compare" in route)
 ]
@@ -319,7 +320,7 @@ def check_elsewhere(guarded, route, role, secret):
     assert answer.json()["error"]["message"].replace("mine-1", "never-seen") == unknown.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("route", [route for route in ALLOWED if "{run_id}" in route or "{stream_id}" in route])
+@pytest.mark.parametrize("route", [route for route in ALLOWED if any(name in route for name in OF_ONE_PROJECT)])
 @pytest.mark.parametrize("project", PROJECTS)
 def test_with_a_session_that_reads_everywhere_and_operates_in_one_project(
     guarded, provider, session, route, project
@@ -328,14 +329,29 @@ def test_with_a_session_that_reads_everywhere_and_operates_in_one_project(
         guarded.fill(project, f"{project}-doomed")
         path = f"/api/v1/runs/{project}-doomed"
     else:
-        path = request_of(route)[1].replace("mine-1", f"{project}-1")
+        path = request_of(route)[1].replace("mine-1", f"{project}-1").replace("/mine/", f"/{project}/")
     role, allowed = ("operate" if project == "mine" else "read"), ALLOWED[route]
     answer = ask(guarded, provider, route, session("several", "both"), path)
     if allowed is None or role in allowed:
         assert is_answered(route, answer), (route, role, answer.text)
     else:
         assert answer.status_code == 403, (route, role)
-        assert f"may not do that in project '{project}', only in mine" in answer.text
+        words = (
+            "it is for mine" if "{project}" in route else f"may not do that in project '{project}', only in mine"
+        )
+        assert words in answer.text
+
+
+def test_neither_a_run_in_the_query_nor_one_of_a_streams_name_opens_another(guarded, secrets):
+    read, ingest = secrets["read", "mine"], secrets["ingest", "mine"]
+    assert guarded.ask("GET", "/api/v1/runs/theirs-1?run=mine-1", read).status_code == 404
+    guarded.fill("theirs", "named")
+    guarded.fill("mine", "named-s")
+    assert guarded.ask("GET", "/api/v1/runs/named-s", read).is_success
+    assert (
+        guarded.ask("POST", "/api/v1/streams/named-s/reports", ingest, wire.ReportBatch(reports=[])).status_code
+        == 404
+    )
 
 
 def test_an_unknown_route_and_a_route_without_a_rule_are_closed(guarded, secrets):

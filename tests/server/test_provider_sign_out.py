@@ -52,6 +52,14 @@ def test_a_session_ends_after_its_bound_however_much_it_is_used(guarded, provide
     assert status(guarded, secret) == 401
 
 
+def test_a_session_that_a_clock_more_than_five_minutes_ahead_began_ends(guarded, provider):
+    secret = signed_in(guarded, provider).secret
+    guarded.clock.now -= 300
+    assert status(guarded, secret) == 200
+    guarded.clock.now -= 1
+    assert status(guarded, secret) == 401
+
+
 def test_a_session_that_is_not_used_ends(guarded, provider):
     secret = signed_in(guarded, provider).secret
     guarded.clock.now += IDLE_SECONDS - 1
