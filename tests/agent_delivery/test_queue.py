@@ -1,10 +1,22 @@
 """The bounded queue: a step's items stay together, the oldest step gives way, control items stay, bounds hold."""
 
+import math
 import threading
+import time
 
 import pytest
 from collage_agent.transport.queue import AttemptStart, BoundedQueue, LoggedScalars
 from collage_agent.transport.report_counts import ReportCounts, given_up
+
+
+from collage_agent.transport.queue import (
+    AttemptStart,
+    BoundedQueue,
+    LoggedScalars,
+    StepItems,
+    not_finite_since,
+)
+from collage_agent.transport.report_counts import ReportCounts
 
 from tests.waiting import PATIENCE_SECONDS
 
@@ -105,12 +117,14 @@ def test_a_second_step_ends_the_wait_and_so_does_the_end():
     assert found == [[7], "woken"]
 
 
-@pytest.mark.parametrize("full", [5, 10])
-def test_a_half_full_queue_does_not_wait_for_company(full):
-    queue, _ = queue_of()
+@pytest.mark.parametrize(("steps", "size", "full"), [(10, 100, 5), (10, 100, 10), (100, 20, 10)])
+def test_a_queue_half_full_of_steps_or_bytes_does_not_wait_for_company(steps, size, full):
+    queue, _ = queue_of(steps, size * SMALL)
     for step in range(full):
         queue.put(logged(step))
-    queue.wait_for_steps(60.0, 60.0)
+    begun = time.monotonic()
+    queue.wait_for_steps(20.0, 20.0)
+    assert time.monotonic() - begun < 15.0
     assert taken(queue) == [[step] for step in range(full - 1)]
 
 
@@ -121,3 +135,39 @@ def test_what_is_given_up_is_said_in_a_reader_s_words():
         "3 (more came than could be sent or kept), 1 (they could not be written to the data folder), "
         "2 (refused with status 422)"
     )
+
+
+def test_what_was_taken_makes_room():
+    queue, counts = queue_of(size_bytes=3 * SMALL)
+    for step in range(20):
+        queue.put(logged(step))
+        queue.take(100)
+    assert counts.dropped == {}
+
+
+def test_control_items_stay_in_their_order():
+    queue, _ = queue_of(steps=3)
+    for first_step in (1, 2):
+        queue.put(AttemptStart(first_step))
+    for step in range(2, 9):
+        queue.put(logged(step))
+    queue.wake()
+    assert [entry.items[0].first_step for entry in queue.take(2)] == [1, 2]
+
+
+def test_of_values_that_are_joined_the_last_of_each_name_counts():
+    first, later = StepItems(), StepItems()
+    for values in ({"loss": 1.0}, {"rate": 2.0, "loss": 3.0}):
+        first.add(logged(1, **values))
+    later.add(logged(1, loss=4.0))
+    first.join(later, 64)
+    assert [item.values for item in first.items] == [{"rate": 2.0, "loss": 3.0}, {"loss": 4.0}]
+    assert first.size_bytes == sum(item.size_bytes for item in first.items)
+
+
+@pytest.mark.parametrize(
+    ("value", "since", "found"),
+    [(math.nan, math.nan, 5.0), (math.inf, 3.0, 3.0), (1.0, 3.0, math.nan), (1.0, math.nan, math.nan)],
+)
+def test_a_value_is_not_finite_since_the_first_step_at_which_it_was_not(value, since, found):
+    assert not_finite_since(value, 5, since) == pytest.approx(found, nan_ok=True)
