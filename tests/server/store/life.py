@@ -108,7 +108,12 @@ class LifeContract:
         outcome = StoreContract.append(
             store, stream, report(0, 3 * CHUNK, rank=1), report(1, 3 * CHUNK + 1, rank=1)
         )
-        assert (outcome.accepted, outcome.late) == (1, (0,))
+        assert (outcome.accepted, outcome.duplicates, outcome.late) == (1, 0, (0,))
+        logged = report(2, 3 * CHUNK, rank=1, measured=False)
+        outcome = StoreContract.append(store, stream, report(1, 3 * CHUNK + 1, rank=1), logged)
+        assert (outcome.accepted, outcome.duplicates, outcome.late) == (1, 1, ()), (
+            "what is only logged is never late"
+        )
         store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=1), NOW)
         store.streams.create_stream("r1", stream_create("s-2", "launch-2"), NOW)
         assert StoreContract.append(store, store.streams.stream_record("s-2"), report(0, 5)).accepted == 1

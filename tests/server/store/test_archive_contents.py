@@ -21,9 +21,9 @@ from collage_server.store.archive.parquet import (
     read_layers,
     write_layers,
 )
-from collage_server.store.archive.segments import Segment, add_segment
+from collage_server.store.archive.segments import Segment, add_segment, model_level
 from collage_server.store.chunks.blobs import LEVELS, ChunkInfo, PointRows
-from collage_server.store.sealing.archive_plan import _due
+from collage_server.store.sealing.archive_plan import _due, _due_of_model
 from pyarrow.parquet import ParquetWriter
 from sqlalchemy import event
 
@@ -61,6 +61,8 @@ def test_while_a_run_goes_on_whole_groups_become_files_without_the_newest_chunk(
     assert chunks_by_level([chunk(number) for number in range(9)], over=False) == {1: [(0, 1, 2, 3), (4, 5, 6, 7)]}
     assert chunks_by_level([chunk(number) for number in range(8)], over=False) == {1: [(0, 1, 2, 3)]}
     assert chunks_by_level([chunk(number) for number in range(65)], over=False)[16] == [tuple(range(64))]
+    older = [chunk(number, attempt=1 + (number > 5)) for number in range(9)]
+    assert chunks_by_level(older, over=False)[1] == [(0, 1, 2, 3), (4, 5)], "an older attempt has ended"
 
 
 def test_chunks_without_layers_become_no_files():
@@ -84,6 +86,9 @@ def test_no_file_spans_chunks_that_stand_in_another():
     infos = [chunk(0, frozenset({16, 256})), *(chunk(number) for number in range(1, 10))]
     archived = {(1, 1): {4, 5, 6, 7}}
     assert chunks_by_level(infos, archived, over=True)[1] == [(1, 2, 3), (8, 9)]
+    held = {(1, 1): set(range(1, 10))}
+    of_model = _due_of_model(infos[1:], held, {(1, model_level(1)): {4, 5, 6, 7}})
+    assert [plan.chunks for plan in of_model] == [(1, 2, 3), (8,), (9,)]
 
 
 @pytest.fixture(scope="module", params=["with checksums", "of before there were any"])

@@ -166,11 +166,13 @@ def test_a_file_that_could_not_be_named_is_never_written_over(store, monkeypatch
 def test_what_no_row_names_goes_after_an_hour_and_nothing_else(store):
     fill(store, 5 * CHUNK)
     archive_all(store)
-    named = paths(store)
+    strange = ORPHAN.replace("run=r1", "run=another")
+    named = {*paths(store), strange}
     left = store.archiving.files
-    with left.new_file() as made:
-        made.write_bytes(b"1")
-        left.put(made, ORPHAN)
+    for path in (ORPHAN, strange):
+        with left.new_file() as made:
+            made.write_bytes(b"1")
+            left.put(made, path)
     half = left.staging / "half.parquet"
     half.write_bytes(b"1")
     written = max(file.modified_at for file in left.stored())
