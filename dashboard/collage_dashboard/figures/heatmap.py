@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -13,6 +11,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from collage_dashboard.descriptions import AXIS_TITLES, Description, describe
+from collage_dashboard.figures.picture import coloured, png_address, rgb
 from collage_dashboard.figures.style import (
     DIVERGING,
     MARKED,
@@ -104,32 +103,19 @@ def thumbnails(answer: wire.Heatmap) -> dict[str, str]:
     picture where nothing is known.
     """
     cells = np.array(answer.values, dtype=np.float64).reshape(len(answer.layers), len(answer.steps))
-    cells = np.where(np.isfinite(cells), cells, -1.0)
-    if not cells.size or cells.max() < 0:
+    known = np.where(np.isfinite(cells), cells, -1.0)
+    if not known.size or known.max() < 0:
         return {}
-    parts = np.array_split(cells, min(len(cells), _THUMBNAIL_ROWS))
+    parts = np.array_split(known, min(len(known), _THUMBNAIL_ROWS))
     worst = np.stack([part.max(axis=0) for part in parts])
-    found = {}
-    for scheme, stops in stepped(_bound(answer.metric) or 1.0).items():
-        at = [place for place, _ in stops]
-        colours = np.array([[int(colour[start : start + 2], 16) for start in (1, 3, 5)] for _, colour in stops])
-        channels = [np.interp(worst, at, colours[:, channel]) for channel in range(3)]
-        pixels = np.stack([*channels, 255.0 * (worst >= 0)], axis=2).astype(np.uint8)
-        found[scheme] = f"data:image/png;base64,{b64encode(_png(pixels)).decode()}"
-    return found
+    levels = np.where(worst < 0, np.nan, worst)
+    return {
+        scheme: png_address(coloured(levels, [(at, rgb(colour)) for at, colour in stops]))
+        for scheme, stops in stepped(_bound(answer.metric) or 1.0).items()
+    }
 
 
 _THUMBNAIL_ROWS: Final = 64
-
-
-def _png(pixels: NDArray[np.uint8]) -> bytes:
-    """A PNG (W3C, 2003) of pixels [rows, columns, RGBA]: three chunks, each with its length and checksum."""
-    rows, columns, _ = pixels.shape
-    lines = np.concatenate([np.zeros((rows, 1), np.uint8), pixels.reshape(rows, -1)], axis=1)
-    head = columns.to_bytes(4, "big") + rows.to_bytes(4, "big") + bytes([8, 6, 0, 0, 0])
-    chunks = [b"IHDR" + head, b"IDAT" + zlib.compress(lines.tobytes(), 9), b"IEND"]
-    told = [(len(own) - 4).to_bytes(4, "big") + own + zlib.crc32(own).to_bytes(4, "big") for own in chunks]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(told)
 
 
 def block_of(layer: str) -> str:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from collage_dashboard.figures.style import DASHES, INK
 
-__all__ = ["picture"]
+__all__ = ["coloured", "picture", "png_address", "rgb"]
 
 _LETTER: Final = 6.2
 """The mean width of a letter, in pixels."""
@@ -211,10 +211,10 @@ class _Drawing:
         low, high = self.ends[0]
         asked = low + (np.arange(int(right - left)) + 0.5) / int(right - left) * (high - low)
         columns = np.searchsorted((places[1:] + places[:-1]) / 2, asked)
-        stops = [(share, _rgb(colour)) for share, colour in trace["colorscale"]]
+        stops = [(share, rgb(colour)) for share, colour in trace["colorscale"]]
         levels = (cells[:, columns] - trace["zmin"]) / (trace["zmax"] - trace["zmin"])
-        yield _image(_coloured(levels, stops), left, top, right, bottom)
-        yield _image(_coloured(np.linspace(1, 0, 120)[:, None], stops), right + 12, top, right + 22, top + 120)
+        yield _image(coloured(levels, stops), left, top, right, bottom)
+        yield _image(coloured(np.linspace(1, 0, 120)[:, None], stops), right + 12, top, right + 22, top + 120)
         for share in (0.0, 0.5, 1.0):
             value = trace["zmin"] + share * (trace["zmax"] - trace["zmin"])
             suffix = (trace.get("colorbar") or {}).get("ticksuffix") or ""
@@ -278,11 +278,12 @@ def _plain(text: str) -> str:
     return unescape(re.sub(r"</?(?:b|sup)>", "", text.replace("<br>", ", ").replace("<sup>", "^")))
 
 
-def _rgb(colour: str) -> tuple[int, ...]:
+def rgb(colour: str) -> tuple[int, ...]:
+    """Red, green and blue of '#RRGGBB'."""
     return tuple(int(colour[place : place + 2], 16) for place in (1, 3, 5))
 
 
-def _coloured(levels: NDArray[np.float64], stops: Sequence[tuple[float, tuple[int, ...]]]) -> NDArray[np.uint8]:
+def coloured(levels: NDArray[np.float64], stops: Sequence[tuple[float, tuple[int, ...]]]) -> NDArray[np.uint8]:
     """RGBA [rows, columns, 4] of levels in [0, 1] on the scale of these stops; NaN is transparent."""
     places, colours = zip(*stops, strict=True)
     # The second of two stops at one place begins there.
@@ -293,7 +294,14 @@ def _coloured(levels: NDArray[np.float64], stops: Sequence[tuple[float, tuple[in
 
 
 def _image(pixels: NDArray[np.uint8], *sides: float) -> str:
-    """An image RGBA [rows, columns, 4] between its sides, as PNG (RFC 2083: signature, header, data, end)."""
+    """An image RGBA [rows, columns, 4] between its sides."""
+    look = 'preserveAspectRatio="none" style="image-rendering: pixelated"'
+    return f'<image href="{png_address(pixels)}" {_sides(*sides)} {look}/>'
+
+
+def png_address(pixels: NDArray[np.uint8]) -> str:
+    """An image RGBA [rows, columns, 4] as the address of a PNG, which holds it (RFC 2083: signature, header, data,
+    end)."""
     rows, columns, _ = pixels.shape
     filtered = np.concatenate([np.zeros((rows, 1), np.uint8), pixels.reshape(rows, -1)], axis=1)
     blocks = (
@@ -304,5 +312,4 @@ def _image(pixels: NDArray[np.uint8], *sides: float) -> str:
     written = b"\x89PNG\r\n\x1a\n"
     for kind, data in blocks:
         written += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-    look = 'preserveAspectRatio="none" style="image-rendering: pixelated"'
-    return f'<image href="data:image/png;base64,{base64.b64encode(written).decode()}" {_sides(*sides)} {look}/>'
+    return f"data:image/png;base64,{base64.b64encode(written).decode()}"
