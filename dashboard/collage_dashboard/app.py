@@ -20,7 +20,15 @@ from collage_dashboard.components import problem_page
 from collage_dashboard.html_report import install_report
 from collage_dashboard.number_downloads import install_numbers
 from collage_dashboard.pages import comparison, incident, incidents, run, runs
-from collage_dashboard.pages.rail import BESIDE, first_view, fleet, newest_answer, rail, register_rail
+from collage_dashboard.pages.rail import (
+    BESIDE,
+    first_view,
+    fleet,
+    install_picture,
+    newest_answer,
+    rail,
+    register_rail,
+)
 from collage_dashboard.prerendering import DOCUMENT, PrerenderingDash
 from collage_dashboard.request_guard import install_compression, install_guard
 from collage_dashboard.server_reader import Problem, Reader, explain
@@ -84,6 +92,7 @@ def create_dashboard(
     install_compression(app.server)
     install_report(app.server, reader)
     install_numbers(app.server, reader)
+    install_picture(app.server, reader)
     shell = partial(_shell, signed_in=sign_in is not None)
     app.layout = shell()
     app.layout_for = partial(_opened, shell, reader)

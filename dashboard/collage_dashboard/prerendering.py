@@ -10,6 +10,7 @@ starts, so that it need not ask again. `assets/flow.js` reads the content of `#a
 from __future__ import annotations
 
 import logging
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
@@ -30,6 +31,8 @@ _Part = TypeVar("_Part", bound=Component)
 logger = logging.getLogger(__name__)
 
 _GAP: Final = "<!--opening-->"
+_UNFURLS: Final = re.compile("bot|facebookexternalhit|slack|whatsapp|skype|embedly|iframely", re.IGNORECASE)
+"""Programs that ask what a link leads to; they read the head alone, which for others is sent before the page."""
 DOCUMENT: Final = (
     """<!DOCTYPE html>
 <html lang="en">
@@ -98,7 +101,8 @@ class PrerenderingDash(dash.Dash):
         """The document: the part before each page, the page's words, and the application."""
         before, after = super().index(*args, **kwargs).split(_GAP)  # type: ignore[no-untyped-call]
         pathname, _, search = request.environ["REQUEST_URI"].partition("?")
-        parts = self._parts(before, after, pathname, f"?{search}" if search else "")
+        unfurls = _UNFURLS.search(request.headers.get("User-Agent", "")) is not None
+        parts = self._parts(before, after, pathname, f"?{search}" if search else "", unfurls)
         if self.sends_at_once:
             parts = iter(list(parts))
         packed = request.accept_encodings.quality("gzip") > 0
@@ -119,10 +123,12 @@ class PrerenderingDash(dash.Dash):
         found: list[Any] = super()._collect_and_register_resources(resources, *more, **named)  # type: ignore[no-untyped-call]
         return found
 
-    def _parts(self, before: str, after: str, pathname: str, search: str) -> Iterator[str]:
-        yield before
+    def _parts(self, before: str, after: str, pathname: str, search: str, unfurls: bool) -> Iterator[str]:
+        if not unfurls:
+            yield before
         try:
             layout = self.layout_for(pathname, search)
+            before = before.replace("</head>", f"{_preview(layout, pathname)}</head>") if unfurls else ""
             first = {"_dash-layout": layout, "_dash-dependencies": self._callback_list}
             # The page contains the answers to the application's first requests, with HTML's characters escaped.
             answers = f'<script type="application/json" id="answers">{to_json_plotly(first)}</script>'
@@ -130,8 +136,22 @@ class PrerenderingDash(dash.Dash):
             page = f'<div id="opening" data-leads="{leads}">{static_html(layout)}</div>{answers}'
         except Exception:
             logger.exception("the page at %s could not be made; the application asks for it again", pathname)
-            page = ""
-        yield page + after
+            page, before = "", before if unfurls else ""
+        yield before + page + after
+
+
+def _preview(layout: Component, pathname: str) -> str:
+    """What a chat shows of a link (ogp.me): the page's title, its verdict in a sentence, and a run's layers over
+    time."""
+    parts = list(layout._traverse())  # type: ignore[no-untyped-call]
+    title = next((found for part in parts if (found := getattr(part, "data-title", None))), "Collage Monitor")
+    said = next((part.children[1] for part in parts if getattr(part, "className", None) == "verdict"), None)
+    told = {"title": escape(str(title)), "description": re.sub("<[^>]*>", "", static_html(said))}
+    shown = getattr(layout, "leads", "") or pathname
+    if shown.startswith("/run/"):
+        run = shown.removeprefix("/run/").partition("?")[0]
+        told |= {"image": escape(f"{request.url_root}picture/{run}.png")}
+    return "".join(f'<meta property="og:{name}" content="{text}">' for name, text in told.items())
 
 
 def static_html(tree: Any) -> str:

@@ -3,6 +3,7 @@
 import re
 import zlib
 from base64 import b64decode
+from html import unescape
 
 import numpy as np
 import pytest
@@ -32,9 +33,10 @@ def test_the_gravest_stand_first_with_what_they_lose_now_and_live_ones_are_marke
     assert set(told["runs"]) == set(found)
 
 
-def pixels(address):
+def pixels(content):
     """[rows, columns, RGBA] of a PNG whose lines are stored as they are."""
-    content = b64decode(address.removeprefix("data:image/png;base64,"))
+    if isinstance(content, str):
+        content = b64decode(content.removeprefix("data:image/png;base64,"))
     columns, rows = (int.from_bytes(content[start : start + 4], "big") for start in (16, 20))
     packed = content[content.index(b"IDAT") + 4 : content.index(b"IEND") - 8]
     return (
@@ -63,6 +65,26 @@ def test_the_fleet_shows_each_runs_layers_over_time_the_gravest_first(server, re
     assert [part.href for part in few if "/run/" in str(getattr(part, "href", ""))] == ["/run/run-plus"]
 
 
+def test_a_link_to_a_run_unfurls_as_its_sentence_and_its_layers(app, reader):
+    client = app.server.test_client()
+    for asked in ("/run/run-plain", "/compare?run=run-plain&run=run-plus"):
+        document = client.get(asked, headers={"User-Agent": "Slackbot-LinkExpanding 1.0"}).get_data(as_text=True)
+        head = document.partition("</head>")[0]
+        told = dict(re.findall(r'<meta property="og:(\w+)" content="([^"]*)">', head))
+        if asked.startswith("/compare"):
+            assert (told["title"], told["description"][:8]) == ("Comparison of 2 runs", "Use Coll")
+            assert "image" not in told
+            continue
+        said = reader.ask(lambda server: server.overview("run-plain")).headline
+        assert (told["title"], unescape(told["description"])) == ("plain", said)
+        drawn = pixels(client.get(told["image"].removeprefix("http://localhost")).get_data())
+        assert 600 < drawn.shape[0] <= 630
+        assert 1100 < drawn.shape[1] <= 1200
+    plain = client.get("/run/run-plain", headers={"User-Agent": "Mozilla/5.0 Firefox"}).get_data(as_text=True)
+    assert "og:" not in plain, "a reader's head does not wait for the page"
+    assert client.get("/picture/nobody.png").status_code == 404
+
+
 def test_a_thumbnail_of_many_layers_has_the_worst_of_neighbours_and_undefined_cells_are_clear():
     rows: list[list[wire.Number | None]] = [[0.0, None] for _ in range(999)]
     rows.append([1.0, "NaN"])
@@ -70,7 +92,7 @@ def test_a_thumbnail_of_many_layers_has_the_worst_of_neighbours_and_undefined_ce
     answer = wire.Heatmap(
         run_id="r", metric="lost_update_ratio", layers=names, first_steps=[1, 2], steps=[1, 2], values=rows
     )
-    drawn = pixels(thumbnails(answer)["light"])
+    drawn = thumbnails(answer)["light"]
     assert drawn.shape == (64, 2, 4)
     assert drawn[-1, 0].tolist() == [0x7A, 0x2A, 0x08, 255]
     assert drawn[0, 0].tolist() == [0xF1, 0xF4, 0xF8, 255]

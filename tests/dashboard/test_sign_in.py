@@ -127,7 +127,9 @@ def test_a_session_ends_with_its_token_and_with_the_sign_out(server, tokens):
     assert layout(bob).status_code == 401
 
 
-@pytest.mark.parametrize("path", ["/", "/run/run-of-ada?tab=about", "/report?run=run-of-ada", "/incidents"])
+@pytest.mark.parametrize(
+    "path", ["/", "/run/run-of-ada?tab=about", "/report?run=run-of-ada", "/incidents", "/picture/run-of-ada.png"]
+)
 def test_what_is_asked_for_with_a_token_that_is_no_longer_known_leads_to_the_sign_in_and_back(server, tokens, path):
     browser, _ = sign_in(server, "ada-token")
     assert browser.get(path).status_code == 200

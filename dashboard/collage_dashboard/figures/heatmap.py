@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from collage_dashboard.descriptions import AXIS_TITLES, Description, describe
-from collage_dashboard.figures.picture import coloured, png_address, rgb
+from collage_dashboard.figures.picture import coloured, rgb
 from collage_dashboard.figures.style import (
     DIVERGING,
     MARKED,
@@ -96,8 +96,8 @@ def heatmap(
     return add_note(figure, f"{beyond} cells are not finite") if beyond else figure
 
 
-def thumbnails(answer: wire.Heatmap) -> dict[str, str]:
-    """The cells of a share lost as small pictures, for the light ground and the dark: addresses of PNGs.
+def thumbnails(answer: wire.Heatmap) -> dict[str, NDArray[np.uint8]]:
+    """The cells of a share lost as small pictures RGBA [rows, columns, 4], for the light ground and the dark.
 
     A pixel a cell, clear where it is undefined; of more layers than `_THUMBNAIL_ROWS` the worst of neighbours. No
     picture where nothing is known.
@@ -110,7 +110,7 @@ def thumbnails(answer: wire.Heatmap) -> dict[str, str]:
     worst = np.stack([part.max(axis=0) for part in parts])
     levels = np.where(worst < 0, np.nan, worst)
     return {
-        scheme: png_address(coloured(levels, [(at, rgb(colour)) for at, colour in stops]))
+        scheme: coloured(levels, [(at, rgb(colour)) for at, colour in stops])
         for scheme, stops in stepped(_bound(answer.metric) or 1.0).items()
     }
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from collage_dashboard.figures.style import DASHES, INK
 
-__all__ = ["coloured", "picture", "png_address", "rgb"]
+__all__ = ["coloured", "picture", "png", "png_address", "rgb"]
 
 _LETTER: Final = 6.2
 """The mean width of a letter, in pixels."""
@@ -300,8 +300,12 @@ def _image(pixels: NDArray[np.uint8], *sides: float) -> str:
 
 
 def png_address(pixels: NDArray[np.uint8]) -> str:
-    """An image RGBA [rows, columns, 4] as the address of a PNG, which holds it (RFC 2083: signature, header, data,
-    end)."""
+    """An image RGBA [rows, columns, 4] as the address of a PNG, which holds it."""
+    return f"data:image/png;base64,{base64.b64encode(png(pixels)).decode()}"
+
+
+def png(pixels: NDArray[np.uint8]) -> bytes:
+    """An image RGBA [rows, columns, 4] as PNG (RFC 2083: signature, header, data, end)."""
     rows, columns, _ = pixels.shape
     filtered = np.concatenate([np.zeros((rows, 1), np.uint8), pixels.reshape(rows, -1)], axis=1)
     blocks = (
@@ -312,4 +316,4 @@ def png_address(pixels: NDArray[np.uint8]) -> str:
     written = b"\x89PNG\r\n\x1a\n"
     for kind, data in blocks:
         written += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-    return f"data:image/png;base64,{base64.b64encode(written).decode()}"
+    return written

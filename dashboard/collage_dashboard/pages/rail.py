@@ -13,13 +13,15 @@ from typing import Any, Final
 
 import dash
 from dash import Input, Output, State, dcc, html
+from flask import Flask, Response
 
 from collage_dashboard.components import LIVE_MILLISECONDS, judgement_sign, menu, page, refresh_marker
 from collage_dashboard.figures.heatmap import thumbnails
+from collage_dashboard.figures.picture import png, png_address
 from collage_dashboard.navigation import or_later
 from collage_dashboard.pages.runs_content import sick_in
 from collage_dashboard.run_styles import strategy_title
-from collage_dashboard.server_reader import Reader
+from collage_dashboard.server_reader import Reader, refusal_answer
 from collage_dashboard.view import (
     ARCHIVED,
     FILTERS,
@@ -34,10 +36,10 @@ from collage_dashboard.view import (
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.diagnosis import finite, gravity
-from collage_monitor.errors import NotAuthorised, ServerRefusal
+from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
 from collage_monitor.number_text import count, value_text
 
-__all__ = ["BESIDE", "first_view", "fleet", "newest_answer", "rail", "register_rail"]
+__all__ = ["BESIDE", "first_view", "fleet", "install_picture", "newest_answer", "rail", "register_rail"]
 
 BESIDE: Final[frozenset[Page]] = frozenset({"first", "run", "compare", "fleet"})
 """The pages that the list stands beside."""
@@ -47,6 +49,8 @@ _FLEET: Final = 30
 """Runs whose layers are seen at once."""
 _FLEET_POINTS: Final = 40
 _ASKED_TOGETHER: Final = 3
+_PREVIEW: Final = (630, 1200)
+"""Height and width of a link's picture, in pixels, at most."""
 _TOLD_BY_NUMBER: Final = frozenset({"healthy", "losing updates"})
 """Verdicts that the share of updates lost says; of others the word stands in its place."""
 
@@ -185,7 +189,8 @@ def _maps(rows: Sequence[wire.RunRow], client: Client) -> dict[str, dict[str, st
     found = {}
     for run in rows:
         try:
-            found[run.run_id] = thumbnails(client.heatmap(run.run_id, _LOST, points=_FLEET_POINTS))
+            drawn = thumbnails(client.heatmap(run.run_id, _LOST, points=_FLEET_POINTS))
+            found[run.run_id] = {scheme: png_address(pixels) for scheme, pixels in drawn.items()}
         except NotAuthorised:
             raise
         except ServerRefusal:
@@ -203,6 +208,22 @@ def _picture(run: wire.RunRow, drawn: dict[str, str]) -> html.Li:
     shown: list[Any] = [html.Img(src=address, alt=alt, className=f"on-{own}") for own, address in drawn.items()]
     words = [*head, *(shown or [html.Span("nothing measured", className="quiet")])]
     return html.Li(dcc.Link(words, href=run_address(run.run_id), title=overview.headline or run.name))
+
+
+def install_picture(server: Flask, reader: Reader) -> None:
+    """`/picture/RUN.png`: what each layer of a run loses over time, as large as a chat shows it."""
+
+    @server.get("/picture/<run_id>.png")
+    def send_picture(run_id: str) -> Response:
+        try:
+            drawn = thumbnails(reader.ask(lambda client: client.heatmap(run_id, _LOST, points=_FLEET_POINTS)))
+        except CollageError as error:
+            return refusal_answer(error)
+        if not drawn:
+            return Response("No step of this run was measured.\n", 404, mimetype="text/plain")
+        pixels = drawn["light"]
+        high, wide = (max(most // own, 1) for most, own in zip(_PREVIEW, pixels.shape, strict=False))
+        return Response(png(pixels.repeat(high, axis=0).repeat(wide, axis=1)), mimetype="image/png")
 
 
 def register_rail(app: dash.Dash, reader: Reader) -> None:
