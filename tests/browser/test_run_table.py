@@ -1,5 +1,6 @@
 """The table of runs as people keep it: columns, conditions, pins, a baseline, saved views, work in bulk."""
 
+import re
 from typing import Any
 
 import pytest
@@ -78,6 +79,13 @@ def assert_written_as_on_pages(page):
         pairs = zip(values, told, strict=True)
         wrong = {value: text for value, text in pairs if text.replace("\u00a0", " ") != value_text(key, value)}
         assert not wrong, form
+    group = "{value: 1, colDef: {field: 'e'}, data: {over: {e: [3, spread]}}}"
+    row = f"(spread) => dashAgGridFunctions.ofRatio({group})"
+    told = [page.evaluate(row, spread) for spread in (0.0004, 0.002)]
+    assert told == ["1.000", "1.000 ±\u00a00.0020"], "a spread that no shown digit has is left out"
+    now = page.locator("svg[aria-label^='EDQ over the run'] text").all_text_contents()
+    assert now
+    assert all(re.fullmatch(r"\d\.\d{3}", text) for text in now)
 
 
 def test_columns_are_chosen_ordered_and_kept_in_the_address(watched):

@@ -8,6 +8,7 @@ from collage_dashboard.figures.tradeoff import tradeoff
 from collage_dashboard.pages.comparison_curves import figure, lines_of
 from collage_dashboard.pages.strategies_content import (
     STRATEGY_COLUMNS,
+    _mean,
     cost_figure,
     counterfactual_table,
     strategy_table,
@@ -147,6 +148,21 @@ def test_where_points_crowd_a_line_leads_to_the_label():
         [own] = [trace for trace in drawn.data if trace.name == title]
         assert (note.x, note.y, note.axref, note.ayref) == (own.x[0], own.y[0], "x", "y")
     assert len({(note.ax, note.ay) for note in led.values()}) == len(led)
+
+
+@pytest.mark.parametrize(
+    ("key", "mean", "spread", "told"),
+    [
+        ("edq_ratio", 1.0, 0.0004, ("1.000", "")),
+        ("edq_ratio", 0.9996, 0.0002, ("1.000", "± 0.00020")),
+        ("loss", 2.915, 0.0012, ("2.915", "± 0.0012")),
+        ("lost_update_ratio", 0.662, 0.021, ("66.2 %", "± 2.1 %")),
+        ("bytes_per_parameter", 12.0, 0.0, ("12", "")),
+        ("edq_ratio", 0.9, None, ("0.900", "")),
+    ],
+)
+def test_a_spread_below_the_last_digit_is_left_out(key, mean, spread, told):
+    assert _mean(Estimate(mean, 3, spread=spread), key) == told
 
 
 @pytest.mark.slow

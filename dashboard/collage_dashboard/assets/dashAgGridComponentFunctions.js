@@ -134,15 +134,14 @@ dagcomponentfuncs.JudgementCell = function (props) {
 dagcomponentfuncs.TrendCell = function (props) {
   const values = props.data && props.data.trend;
   if (!values || values.length < 2) return null;
+  const now = window.collageNumbers.ratio(values.findLast((value) => value !== null) ?? null);
   // One scale for all rows: from nothing that arrives to a tenth too much.
-  const at = (value, place) => `${((80 * place) / (values.length - 1)).toFixed(1)} ${(22 - 20 * Math.min(Math.max(value / 1.1, 0), 1)).toFixed(1)}`;
-  let path = "";
-  values.forEach((value, place) => {
-    if (value !== null) path += (place && values[place - 1] !== null ? "L" : "M") + at(value, place);
-  });
+  const at = (value, place) => `${((42 * place) / (values.length - 1)).toFixed(1)} ${(22 - 20 * Math.min(Math.max(value / 1.1, 0), 1)).toFixed(1)}`;
+  const step = (value, place) => (value === null ? "" : (place && values[place - 1] !== null ? "L" : "M") + at(value, place));
   return React.createElement(
     "svg",
-    { viewBox: "0 0 80 24", width: 80, height: 24, style: { display: "block" }, role: "img", "aria-label": `EDQ over the run, now ${window.collageNumbers.ratio(values.at(-1))}` },
-    React.createElement("path", { d: path, fill: "none", stroke: props.data.colour, strokeWidth: 1.6 })
+    { viewBox: "0 0 82 24", width: 82, height: 24, style: { display: "block" }, role: "img", "aria-label": `EDQ over the run, now ${now}` },
+    React.createElement("text", { x: 47, y: 16, fill: "currentColor", fontSize: 12 }, now),
+    React.createElement("path", { d: values.map(step).join(""), fill: "none", stroke: props.data.colour, strokeWidth: 1.6 })
   );
 };

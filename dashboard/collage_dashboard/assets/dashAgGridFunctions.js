@@ -58,10 +58,11 @@ function spreadOf(params) {
   return ((params.data && params.data.over) || {})[params.colDef.field] || [0, null];
 }
 
-// A number; of a group of runs the mean over them, ± the standard deviation of a single run.
+// A number; of a group of runs the mean over them, ± the standard deviation of a single run if a digit shows it.
 function over(params, text, ofSpread, ofDifference) {
   const [, spread] = spreadOf(params);
-  return text(params.value) + (spread === null ? "" : ` ±\u00a0${ofSpread(spread)}`) + versus(params, ofDifference);
+  const isSeen = spread !== null && [-spread, spread].some((by) => text(params.value + by) !== text(params.value));
+  return text(params.value) + (isSeen ? ` ±\u00a0${ofSpread(spread)}` : "") + versus(params, ofDifference);
 }
 
 dagfuncs.fourDigitsOver = (params) => over(params, digits, fewDigits, (value) => digits(value, 3));

@@ -239,8 +239,10 @@ def _where_losses_stand(results: Sequence[StrategyResult]) -> str:
 def _mean(found: Estimate | None, key: str) -> Cell:
     if found is None:
         return UNDEFINED, ""
-    spread = share_text(found.spread) if describe(key).unit == "share" and found.spread else number(found.spread, 2)
-    return value_text(key, found.value), f"± {spread}" if found.spread else ""
+    told, spread = value_text(key, found.value), found.spread or 0.0
+    if all(value_text(key, found.value + by) == told for by in (-spread, spread)):
+        return told, ""
+    return told, f"± {share_text(spread) if describe(key).unit == 'share' else number(spread, 2)}"
 
 
 def _gap(result: StrategyResult) -> Cell:
