@@ -231,6 +231,6 @@ def test_nan_is_less_than_any_number_and_the_first_recorded_gauge_counts():
 
 @pytest.mark.parametrize("measure", ["value", "recent"])
 def test_a_value_at_the_threshold_is_not_beyond_it(measure):
-    for comparison, beyond in (("<", 0.4), (">", 0.6)):
-        condition = Condition("s", comparison, 0.5, measure)
+    low, high = Condition("s", "<", 0.5, measure), Condition("s", ">", 0.5, measure)
+    for condition, beyond in ((low, 0.4), (high, 0.6)):
         assert [condition.is_beyond(value) for value in (0.5, beyond, 1.0 - beyond)] == [False, True, False]

@@ -95,6 +95,8 @@ def test_noise_of_single_steps_is_no_drift_and_its_mean_is_known_better():
     forecast = forecast_strategies(record, schedule)
     assert "without a drift" in forecast.assumes
     found = forecast.strategies[0]
+    assert found.earliest is not None
+    assert found.latest is not None
     assert found.earliest <= weights.onset(schedule, "plain") <= found.latest <= found.earliest + 200
 
 

@@ -231,8 +231,8 @@ def test_bytes_of_advice_are_means_over_the_weights():
         return found.advice[0].choices[0].bytes_per_parameter
 
     def adam(**more):
-        moments = {"betas": [0.9, 0.999], "first_moments": 1, "second_moments": 1}
-        return wire.Trained(optimizer="AdamW", fitting="CollageAdamW", strategy="plain", **moments, **more)
+        told_of = wire.Trained(optimizer="AdamW", fitting="CollageAdamW", strategy="plain", betas=[0.9, 0.999])
+        return msgspec.structs.replace(told_of, first_moments=1, second_moments=1, **more)
 
     sizes = ((8, 10.0), (24, 20.0))
     alone = [wire.Trained(optimizer="Own", parameters={"bfloat16": n}, float32_bytes=size) for n, size in sizes]

@@ -254,8 +254,8 @@ def test_a_look_reads_nothing_at_once(monkeypatch, caplog):
     assert not optimizer._update_guard.told
     for value, then in coming * 2:
         then(value)
-    assert optimizer._update_guard.told
     assert len([line for line in caplog.messages if "of what the updates move" in line]) == 1
+    assert optimizer._update_guard.told
 
 
 def test_said_once(caplog):
