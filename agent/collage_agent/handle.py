@@ -3,7 +3,8 @@
 `session.py` makes it for a run, tests without one. It finds the optimizers, makes the parts of `watching/` that
 measure them, and gives what they measure to a `Reporter`. It knows no run: `session.py` joins the two. The public
 methods of a `Watch` are fixed (`tests/agent/test_watch.py`; the documented methods: `tests/docs/test_api.py`).
-`look`, `join`, `parameters`, `skipped_so_far` and `compare_with_saved` are for the agent, `_last` is for tests.
+`look`, `join`, `parameters`, `skipped_so_far`, `came_through` and `compare_with_saved` are for the agent, `_last`
+is for tests.
 """
 
 from __future__ import annotations
@@ -244,6 +245,11 @@ class Watch:
             other.remove()
         self._assembly.averages = [average]
         return self._governor
+
+    def came_through(self, door: wire.Door) -> Watch:
+        """Say which framework attached it: lines to paste are of its kind. Returns the watch."""
+        self._assembly.door = door
+        return self
 
     def compare_with_saved(self, folder: Path) -> None:
         """Keep summaries of checkpoints there, and compare this launch's start with them."""

@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 from msgspec.structs import replace
 
+from collage_monitor.diagnosis.remedies import remedy
 from collage_monitor.strategies import more_exact, recommend
 from collage_monitor.wire import Advice, Choice, Finding, Trained, WatchInfo
 
@@ -41,11 +42,6 @@ _NOT_FINITE: Final = Advice(
     "the run", "stop it, and resume from a checkpoint before this step with a lower learning rate or with clipping"
 )
 _OF_WHAT_IS_NOT_FINITE: Final = {
-    "skipped_steps": Advice(
-        "the run",
-        "log the loss: if it is not finite, the model's input or output is not; if it is, float16 overflows in the "
-        "backward pass, and torch.autocast with dtype=torch.bfloat16 needs no scaler",
-    ),
     "state_infinite_ratio": Advice(
         "the optimizer",
         "give it gradients without a loss scale, as scaler.unscale_(optimizer) does, and build it again on weights "
@@ -57,8 +53,11 @@ _OF_WHAT_IS_NOT_FINITE: Final = {
 
 def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> list[Advice]:
     """What to try against the findings, the deciding one first; an entry for each optimizer that can do better, and
-    for an average of the weights that loses its updates."""
+    for an average of the weights that loses its updates. For a training that learns nothing the line to paste."""
     lacking = _LACKING.get(findings[0].health) if findings else None
+    told = remedy(findings[0], watch.door if watch else "torch") if findings else None
+    if told is not None:
+        return [told]
     if findings and findings[0].health == "not finite":
         return [_OF_WHAT_IS_NOT_FINITE.get(findings[0].key.partition("/")[0], _NOT_FINITE)]
     average = [_AVERAGE for finding in findings if finding.key == "average_lost_ratio"]
@@ -68,10 +67,10 @@ def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> list[Advi
     kept = watch.fingerprint.states if watch.fingerprint else {}
     wide = bool(stuck) and all(kept.get(name) == "float32" for name in stuck)
     trained = _alike_together(watch.trained)
-    told = [advice_for(entry, lacking, wide_states=wide, alone=len(trained) == 1) for entry in trained]
-    told = _of_one_dtype(trained, told)
-    named = any(entry.choices for entry in told if entry is not None)
-    return [*(entry for entry in told if entry is not None and (entry.choices or not named)), *average]
+    each = [advice_for(entry, lacking, wide_states=wide, alone=len(trained) == 1) for entry in trained]
+    each = _of_one_dtype(trained, each)
+    named = any(entry.choices for entry in each if entry is not None)
+    return [*(entry for entry in each if entry is not None and (entry.choices or not named)), *average]
 
 
 def _alike_together(trained: Sequence[Trained]) -> list[Trained]:

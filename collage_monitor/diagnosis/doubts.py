@@ -12,6 +12,7 @@ from typing import Final
 
 from collage_monitor.diagnosis.case import EDQ_TOLERANCE, LOST_TOLERANCE, Case
 from collage_monitor.diagnosis.evidence import finite, state_decrements
+from collage_monitor.diagnosis.remedies import IN_NO_OPTIMIZER, NO_GRADIENTS, OTHERS, RATE_0, SKIPPED, ZERO
 from collage_monitor.diagnosis.states import (
     DECAY,
     ORACLE_TOLERANCE,
@@ -60,19 +61,19 @@ def nothing_intended(case: Case) -> Finding:
     """Why there is no u: each reason has its own sentence."""
     elements, layers = case.number("elements"), case.evidence.layers
     if skipped := case.all_skipped:
-        return _doubt(case.skipped_in_words, "every step was skipped", "skipped_steps", skipped)
+        return _doubt(case.skipped_in_words, SKIPPED, "skipped_steps", skipped)
     if not case.model:
         return _doubt("no step was measured yet", "no step measured yet", "measured_steps")
     if not elements and layers and all(map(is_named_by_group, layers)):
         text = "none of the optimizer's tensors belongs to the model, and none had a gradient: watch the optimizer "
-        return _doubt(text + "that trains this model", "another model's optimizer", "elements", elements)
+        return _doubt(text + "that trains this model", OTHERS, "elements", elements)
     trained = [] if case.watch is None else case.watch.trained
     if not elements and trained and not any(entry.parameters for entry in trained):
         text = "the optimizer steps no watched layer that can be measured"
         return _doubt(text, "nothing that can be measured", "elements", elements)
     if not elements:
         text = "no watched layer had a gradient in the measured steps"
-        return _doubt(text, "no gradients", "elements", elements)
+        return _doubt(text, NO_GRADIENTS, "elements", elements)
     if case.number("measured_ratio") is None:
         text = "only what changed is known, not what was intended: what was lost is unknown"
         still = case.number("unchanged_ratio")
@@ -81,7 +82,7 @@ def nothing_intended(case: Case) -> Finding:
             return _doubt(text, f"{percent(still)} did not move", "unchanged_ratio", still, _STILL)
         return _doubt(text, "intended updates are unknown", "measured_ratio")
     gradient = case.number("grad_norm")
-    text, short = "the learning rate was 0 in every measured step: gradients were not", "the learning rate is 0"
+    text, short = "the learning rate was 0 in every measured step: gradients were not", RATE_0
     if case.watch is not None and case.watch.optimizer.startswith("Collage"):
         text += (
             "; a scheduler sets the rate of the optimizer that it was built with: build it after from_optimizer()"
@@ -89,7 +90,7 @@ def nothing_intended(case: Case) -> Finding:
     if gradient is None:
         text, short = "every intended update was 0", "every intended update is 0"
     elif not gradient:
-        text, short = "every gradient was 0 in the measured steps", "every gradient is 0"
+        text, short = "every gradient was 0 in the measured steps", ZERO
         text += (
             ": look for a loss that does not depend on the weights, or for clipping by a norm that is not finite"
         )
@@ -119,7 +120,7 @@ def _replaced(case: Case) -> Iterator[Finding]:
             f"{orphans(coverage)}, and the optimizer steps tensors of no module, without gradients, of shape "
             f"{' and '.join(coverage.strangers)}: build it after layers are replaced, resized or merged"
         )
-        yield _doubt(text, f"{coverage.orphans[0]} is in no optimizer", "elements", float(coverage.orphaned))
+        yield _doubt(text, f"{coverage.orphans[0]} {IN_NO_OPTIMIZER}", "elements", float(coverage.orphaned))
 
 
 def little_measured(case: Case, least: float = 1 - _MEASURED_TOLERANCE) -> Iterator[Finding]:

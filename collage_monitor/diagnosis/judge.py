@@ -55,9 +55,8 @@ def judge(evidence: Evidence) -> Judgement:
         against = _once_an_alert(sorted(found, key=_order))
         judged = judgement_of(case, against)
         return msgspec.structs.replace(judged, advice=advice_of(against, case.watch))
-    if not case.active:
-        return judgement_of(case, [nothing_intended(case)])
-    return judgement_of(case, list(doubts(case)) or list(witnesses(case)))
+    rest = (list(doubts(case)) or list(witnesses(case))) if case.active else [nothing_intended(case)]
+    return msgspec.structs.replace(judgement_of(case, rest), advice=advice_of(rest[:1], case.watch))
 
 
 _LEAST_MEASURED: Final = 0.5

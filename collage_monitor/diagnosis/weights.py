@@ -22,6 +22,7 @@ from collage_monitor.diagnosis.causes import (
 )
 from collage_monitor.diagnosis.evidence import Values, finite, labelled
 from collage_monitor.diagnosis.problem import Bound, Problem
+from collage_monitor.diagnosis.remedies import LOSS
 from collage_monitor.diagnosis.words import percent
 from collage_monitor.wire import Finding
 
@@ -87,7 +88,7 @@ def _logged(case: Case) -> Iterator[Finding]:
     """Losses that the training logs."""
     for name, step in case.evidence.logged.items():
         since = f", since step {step:,}"
-        short = f"{name} is not finite"
+        short = f"{name} {LOSS}"
         text = f"{short} since step {step:,}"
         yield Finding("not finite", text, name, None, short=short, since=step, since_words=since)
 

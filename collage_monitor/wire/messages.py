@@ -234,6 +234,7 @@ class Breach(Struct, kw_only=True, frozen=True):
         return f"{self.text}, at step {self.step:,}"
 
 
+Door = Literal["torch", "transformers", "lightning", "accelerate"]
 LossKind = Literal["masters", "residuals", "averages", "count", "counter"]
 
 
@@ -346,6 +347,7 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     holds the expectations, as text, and `broken` those that do not hold. `resume_losses` lists what the launch
     began without, or with what does not fit; `continuation` compares its start with what an earlier launch saved,
     and `steps_before` is the number of steps taken before it. `coverage` is there if other weights get gradients.
+    `door` is the framework through which the watch was attached; "torch" is the training's own loop.
     """
 
     optimizer: Name
@@ -370,6 +372,7 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     continuation: Continuation | None = None
     steps_before: Index | None = None
     coverage: Coverage | None = None
+    door: Door = "torch"
 
     @property
     def shown_strategy(self) -> str:

@@ -222,5 +222,5 @@ def test_what_is_not_finite_gets_advice_of_its_own():
     found = judge(Evidence(LOSING, first_step=1, last_step=9, logged={"loss": 7}))
     assert (found.health, found.short) == ("not finite", "loss is not finite")
     assert found.headline == "Loss is not finite, since step 7.", "what it loses beside that helps nobody"
-    assert found.advised.startswith("Stop it, and resume from a checkpoint before this step")
+    assert found.advised.startswith("Find the operation that makes the first NaN, then resume from a checkpoint")
     assert "strategy" not in found.advised

@@ -105,7 +105,7 @@ def test_training_is_bit_identical_with_and_without_the_callback(tmp_path, optio
     with_callback = trained(tmp_path, callback, **options)
     assert_same_training(without, with_callback)
     (handle,) = callback.handles
-    assert handle.info.intent == "shadow"
+    assert (handle.info.intent, handle.info.door) == ("shadow", "lightning")
     assert handle.summary()["model"]["edq_ratio"] is not None
 
 

@@ -99,7 +99,7 @@ def test_the_run_carries_steps_scalars_and_configuration(tmp_path, capsys):
     assert begun(transport).name == "first"
     assert begun(transport).config["learning_rate"] == 1e-3
     assert "step 24" in capsys.readouterr().out
-    assert callback.handles[0].info.optimizer == "AdamW"
+    assert (callback.handles[0].info.optimizer, callback.handles[0].info.door) == ("AdamW", "transformers")
 
 
 def test_steps_go_on_after_a_resume(tmp_path):

@@ -46,7 +46,7 @@ def watch_accelerated(
         raise TypeError(f"accelerator={type(accelerator).__name__}; pass the accelerate.Accelerator that prepared")
     if not accelerator.is_main_process:
         _begin_here_too(accelerator)
-    return session.watch(model, innermost(optimizer), **watch_options)
+    return session.watch(model, innermost(optimizer), **watch_options).came_through("accelerate")
 
 
 def _begin_here_too(accelerator: Accelerator) -> None:

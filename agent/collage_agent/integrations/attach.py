@@ -26,11 +26,18 @@ from collage_agent.intent.foreign_optimizers import inner_optimizers
 from collage_agent.training.deepspeed import is_stepped_by
 from collage_agent.training.watched_parameters import all_optimizers
 from collage_agent.watching.hooks import is_watched
+from collage_monitor.wire import Door
 
 __all__ = ["find_model", "name_by_role", "step_begins"]
 
 RoleOf = Callable[[FrameType], str]
 _MOST_WATCHES: Final = 8
+_DOORS: Final[dict[str, Door]] = {
+    "accelerate": "accelerate",
+    "lightning": "lightning",
+    "pytorch_lightning": "lightning",
+    "transformers": "transformers",
+}
 _LOG = logging.getLogger("collage_agent")
 
 
@@ -64,7 +71,7 @@ class _AutomaticWatches:
                 model = nn.ModuleDict({role: model})
         alike = _one_each(model, optimizer)
         self.seen.update(alike)
-        session.watch(model, alike)
+        session.watch(model, alike).came_through(_door())
 
 
 _AUTOMATIC = _AutomaticWatches()
@@ -84,6 +91,16 @@ def step_begins(optimizer: Optimizer) -> None:
 def name_by_role(role_of: RoleOf) -> None:
     """Name runs by their role, which role_of finds from the frame of the hook in which a first step begins."""
     _AUTOMATIC.role_of = role_of
+
+
+def _door() -> Door:
+    """The framework whose loop takes the step, from the stack frames: the outermost that is one."""
+    found: Door = "torch"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = _DOORS.get(str(frame.f_globals.get("__name__", "")).partition(".")[0], found)
+        frame = frame.f_back
+    return found
 
 
 def _one_each(model: nn.Module, optimizer: Optimizer) -> list[Optimizer]:

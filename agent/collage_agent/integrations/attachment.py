@@ -18,6 +18,7 @@ from collage_agent import session
 from collage_agent.error_guard import Guard
 from collage_agent.handle import Watch
 from collage_agent.watch_options import WatchArguments, checked_options
+from collage_monitor.wire import Door
 
 __all__ = ["Attachment", "innermost", "needs"]
 
@@ -26,6 +27,7 @@ class Attachment:
     """Watches for one training, and the run if the training has none. Only the constructor raises.
 
     project, name: for `init`, as run_options, other arguments of it. watch_options: for each watch.
+    door: the framework.
 
     Raises:
         ValueError, TypeError: a watch option that cannot be used.
@@ -37,10 +39,12 @@ class Attachment:
         name: str | None,
         run_options: Mapping[str, Any] | None,
         watch_options: WatchArguments,
+        door: Door = "torch",
     ) -> None:
         checked_options(**watch_options)
         self._run_options = {"project": project, "name": name, **(run_options or {})}
         self._watch_options = watch_options
+        self._door = door
         self._guard = Guard()
         self._began_run = False
         self.handles: list[Watch] = []
@@ -60,7 +64,8 @@ class Attachment:
         options.setdefault("first_step", first_step)
         for optimizer in optimizers:
             try:
-                self.handles.append(session.watch(model, innermost(optimizer), **options))
+                handle = session.watch(model, innermost(optimizer), **options)
+                self.handles.append(handle.came_through(self._door))
             except Exception as error:
                 self._guard.caught("watching", error)
 

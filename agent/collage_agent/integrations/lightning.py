@@ -45,7 +45,7 @@ class CollageCallback(Callback):
         **watch_options: Unpack[WatchArguments],
     ) -> None:
         super().__init__()
-        self._attachment = Attachment(project, name, run_options, watch_options)
+        self._attachment = Attachment(project, name, run_options, watch_options, "lightning")
 
     @property
     def handles(self) -> list[Watch]:

@@ -48,7 +48,7 @@ class CollageCallback(TrainerCallback):
         run_options: Mapping[str, Any] | None = None,
         **watch_options: Unpack[WatchArguments],
     ) -> None:
-        self._attachment = Attachment(project, name, run_options, watch_options)
+        self._attachment = Attachment(project, name, run_options, watch_options, "transformers")
 
     @property
     def handles(self) -> list[Watch]:

@@ -64,6 +64,7 @@ class Assembly:
         last_step_shown: Callable[[], int | None] | None,
     ) -> None:
         self.watch: object = None
+        self.door: wire.Door = "torch"
         self.last: Measurement | None = None
         self.last_occasional: dict[tuple[str, ...], Measurement] = {}
         self.history = StepHistory()
@@ -96,7 +97,11 @@ class Assembly:
         notes = [*([self._guard.reason] if self._guard.reason else []), *failures()]
         info = joined([hooks.info(notes) for hooks in self._hooks])
         info = replace_fields(
-            info, kept_since=self._kept_since, steps_before=self._steps_before, coverage=self._coverage
+            info,
+            kept_since=self._kept_since,
+            steps_before=self._steps_before,
+            coverage=self._coverage,
+            door=self.door,
         )
         if self._contract is None:
             return info

@@ -161,8 +161,8 @@ def judgement_text(evidence: Evidence, summary: Mapping[str, Any]) -> str:
     lines += notes
     if info.intent == "whole-tensor" and evidence.model.get("edq_ratio") is None:
         lines.append("  EDQ is not known yet: whole tensors take turns, and the round is not complete")
-    if evidence.model.get("edq_ratio") is not None:
-        lines += [f"  {line}" for line in _body(evidence, summary["model"], found)]
+    known = evidence.model.get("edq_ratio") is not None
+    lines += [f"  {line}" for line in (_body(evidence, summary["model"], found) if known else found.advice_lines)]
     return "\n".join(lines)
 
 

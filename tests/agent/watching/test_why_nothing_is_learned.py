@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import collage_agent as collage
 import pytest
 import torch
@@ -9,6 +11,7 @@ from collage_agent.handle import watch
 from collage_agent.integrations import attach
 from torch import nn
 
+from collage_monitor.diagnosis import remedies
 from tests.diagnosis.test_judgement import GOOD, STATE, judged
 
 
@@ -161,3 +164,81 @@ def test_optimizers_of_one_parameter_each_are_one_watch():
     assert handle.step == 1
     assert len(handle.judgement().advice) == 1
     assert str(handle).count("from_optimizer") == 1
+
+
+def replaced(model, optimizer):
+    model[0] = nn.Linear(24, 24, bias=False)
+
+
+def of_another(model, optimizer):
+    optimizer.param_groups[0]["params"] = [*built().parameters()]
+
+
+def frozen(model, optimizer):
+    model.requires_grad_(False)
+
+
+def cut_to_0(model, optimizer):
+    model[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0,))
+    model[1].requires_grad_(False)
+
+
+def rate_0(model, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.0
+
+
+def trained(model, optimizer):
+    loss = model(torch.randn(8, 24, requires_grad=True)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("door", ["torch", "transformers", "lightning", "accelerate"])
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (replaced, remedies.IN_NO_OPTIMIZER),
+        (of_another, remedies.OTHERS),
+        (frozen, remedies.NO_GRADIENTS),
+        (cut_to_0, remedies.ZERO),
+        (rate_0, remedies.RATE_0),
+    ],
+)
+def test_each_cause_comes_with_the_line_of_its_framework(fault, cause, door):
+    """Told was the cause, and nothing of what to write."""
+    model = built()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fault(model, optimizer)
+    handle = watch(model, optimizer, every=1).came_through(door)
+    for _ in range(3):
+        trained(model, optimizer)
+    what, lines = remedies.REMEDIES[cause]
+    assert handle.judgement().health == "unknown"
+    assert [own.text for own in handle.judgement().advice] == [f"{what}: {lines[door]}"]
+    assert lines[door] in str(handle)
+
+
+@pytest.mark.parametrize("fault", [replaced, of_another, frozen])
+def test_the_line_for_a_plain_loop_lets_the_training_learn(fault):
+    model = built()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fault(model, optimizer)
+    handle = watch(model, optimizer, every=1)
+    trained(model, optimizer)
+    names: dict[str, Any] = {"model": model, "optimizer": optimizer, "torch": torch}
+    exec(handle.judgement().advice[0].text.partition(": ")[2], names)
+    optimizer = names["optimizer"]
+    handle = watch(model, optimizer, every=1)
+    for _ in range(40):
+        trained(model, optimizer)
+    assert handle.judgement().health == "healthy"
+
+
+def test_the_framework_is_found_in_the_stack_frames():
+    """Under `collage-monitor run` no integration attaches."""
+    names: dict[str, Any] = {"__name__": "accelerate.optimizer", "step": attach._door}
+    exec("def call(): return step()", names)
+    outer: dict[str, Any] = {"__name__": "transformers.trainer", "step": names["call"]}
+    exec("def call(): return step()", outer)
+    assert (attach._door(), names["call"](), outer["call"]()) == ("torch", "accelerate", "transformers")
