@@ -155,7 +155,7 @@ def test_what_the_server_drew_stays_until_the_page_has_its_own_and_no_frame_lies
     page.goto(f"{watched.url}{path}")
     page.locator(there).first.wait_for()
     page.locator("#opening").wait_for(state="detached")
-    page.wait_for_timeout(500)
+    page.wait_for_function("before => window.seen.length > before + 30", arg=page.evaluate("seen.length"))
     seen = [set(frame) for frame in page.evaluate("seen")]
     assert set(words) <= seen[-1]
     shown = seen[next(place for place, frame in enumerate(seen) if frame) :]
