@@ -29,12 +29,12 @@ SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
     "collage_monitor": 15378,
-    "collage_agent": 24135,
+    "collage_agent": 24334,
     "collage_optim": 7063,
     "collage_server": 26407,
     "collage_dashboard": 10090,
-    "tests": 78636,
-    "words of pages": 51426,
+    "tests": 78756,
+    "words of pages": 51484,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
 SLACK = 0.01

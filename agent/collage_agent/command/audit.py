@@ -15,11 +15,21 @@ __all__ = ["audit"]
 @click.command("audit")
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
 @click.option("--learning-rate", type=float, help="Learning rate to check; default: the checkpoint's own.")
+@click.option(
+    "--adapter",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A LoRA adapter's folder: say what merging it into CHECKPOINT would lose.",
+)
 @click.option("--strict", is_flag=True, help="End with status 1 when a problem is found.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.pass_context
 def audit(
-    context: click.Context, checkpoint: Path, learning_rate: float | None, strict: bool, as_json: bool
+    context: click.Context,
+    checkpoint: Path,
+    learning_rate: float | None,
+    adapter: Path | None,
+    strict: bool,
+    as_json: bool,
 ) -> None:
     """Report what the run behind CHECKPOINT really keeps, what was dropped, and what a learning rate would lose.
 
@@ -27,8 +37,16 @@ def audit(
     executed.
     """
     from collage_agent.audit import audit_checkpoint, render
+    from collage_agent.audit.adapter_merge import audit_merge, merge_text
     from collage_agent.audit.checkpoint_audit import check_learning_rate
 
+    if adapter is not None:
+        with progress("merge the adapter"):
+            merge = audit_merge(checkpoint, adapter)
+        click.echo(msgspec.json.encode(merge).decode() if as_json else merge_text(merge))
+        if strict and not merge.is_kept:
+            context.exit(1)
+        return
     try:
         check_learning_rate(learning_rate)
     except ValueError as error:

@@ -1,0 +1,123 @@
+"""A merge is foretold as PEFT carries it out, bit for bit, for each form of a LoRA adapter."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from collage_agent.audit import CheckpointError
+from collage_agent.audit.adapter_merge import audit_merge
+from torch import nn
+
+from collage_monitor.command import root
+
+peft = pytest.importorskip("peft")
+Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def model_of(dtype, fan_in_fan_out=False):
+    """GPT-2's weights stand the other way round."""
+    torch.manual_seed(0)
+    layers = [
+        Conv1D(out, size) if fan_in_fan_out else nn.Linear(size, out) for size, out in ((32, 16), (16, 24), (24, 8))
+    ]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def adapted(model, size, **options):
+    """The model with an adapter that adds about `size` of a weight's norm."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0", "2"], **options)
+    made = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, own in made.named_parameters():
+            if "lora_B" in name:
+                own.copy_(size * torch.randn(own.shape, generator=generator))
+    return made
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_rslora": True}, {"fan_in_fan_out": True}, {"alpha_pattern": {"2": 32}, "rank_pattern": {"0": 2}}],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_merge_is_foretold_as_peft_carries_it_out(tmp_path, dtype, options):
+    model = model_of(dtype, options.get("fan_in_fan_out", False))
+    torch.save(model.state_dict(), tmp_path / "base.pt")
+    before = {name: own.detach().double() for name, own in model.state_dict().items()}
+    made = adapted(model, 1e-3, **options)
+    made.save_pretrained(tmp_path / "adapter")
+    told = {layer.name: layer for layer in audit_merge(tmp_path / "base.pt", tmp_path / "adapter").layers}
+    asked = {
+        f"{name}.weight": made.base_model.model.get_submodule(name).get_delta_weight("default").double()
+        for name in ("0", "2")
+    }
+    after = made.merge_and_unload().state_dict()
+    assert told.keys() == asked.keys()
+    for name, delta in asked.items():
+        arrived = after[name].double() - before[name]
+        assert told[name].arrived_ratio == pytest.approx(
+            float((delta * arrived).sum() / delta.square().sum()), rel=1e-6
+        )
+        assert told[name].lost_ratio == pytest.approx(float((arrived == 0)[delta != 0].double().mean()), abs=1e-9)
+        assert told[name].dtype == str(dtype).removeprefix("torch.")
+    assert (dtype is torch.float32) == all((layer.arrived_ratio or 0.0) > 0.9999 for layer in told.values())
+
+
+def audited(*words, status=0):
+    done = CliRunner().invoke(root, ["audit", *map(str, words)])
+    assert done.exit_code == status, done.output
+    return done.output
+
+
+def test_the_command_says_what_arrives_and_what_to_do(tmp_path):
+    model = model_of(torch.bfloat16)
+    torch.save({"model": model.state_dict()}, tmp_path / "base.pt")
+    adapted(model, 1e-4).save_pretrained(tmp_path / "adapter")
+    text = audited(tmp_path / "base.pt", "--adapter", tmp_path / "adapter", "--strict", status=1)
+    assert "merged in bfloat16, " in text
+    assert "keep the adapter beside the weights" in text
+    told = json.loads(audited(tmp_path / "base.pt", "--adapter", tmp_path / "adapter", "--json"))
+    assert told["total"]["elements"] == 32 * 16 + 24 * 8
+    assert told["total"]["lost_ratio"] > 0.5
+    assert (
+        told["layers"][0]["arrived_ratio"] <= told["total"]["arrived_ratio"] <= told["layers"][1]["arrived_ratio"]
+    )
+
+
+def test_an_adapter_that_adds_nothing_loses_nothing(tmp_path):
+    model = model_of(torch.bfloat16)
+    torch.save(model.state_dict(), tmp_path / "base.pt")
+    adapted(model, 0.0).save_pretrained(tmp_path / "adapter")
+    assert "the adapter adds nothing" in audited(
+        tmp_path / "base.pt", "--adapter", tmp_path / "adapter", "--strict"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"peft_type": "IA3"}, "kind IA3; only LORA's merge is known"),
+        ({"use_dora": True}, "kind DORA"),
+        (None, "has no readable adapter_config.json"),
+    ],
+)
+def test_what_is_no_lora_adapter_is_refused_by_name(tmp_path, changed, words):
+    model = model_of(torch.bfloat16)
+    torch.save(model.state_dict(), tmp_path / "base.pt")
+    adapted(model, 1e-3).save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text("{" if changed is None else json.dumps({**json.loads(file.read_text()), **changed}))
+    with pytest.raises(CheckpointError, match=words):
+        audit_merge(tmp_path / "base.pt", tmp_path / "adapter")
+
+
+def test_an_adapter_of_another_model_names_what_lacks(tmp_path):
+    adapted(model_of(torch.bfloat16), 1e-3).save_pretrained(tmp_path / "adapter")
+    torch.save({"1.weight": torch.ones(16, 24)}, tmp_path / "base.pt")
+    with pytest.raises(CheckpointError, match=r"[02]\.weight of the base is not there; pass the model that"):
+        audit_merge(tmp_path / "base.pt", tmp_path / "adapter")
+    torch.save({"0.weight": torch.ones(3, 3), "2.weight": torch.ones(3, 3)}, tmp_path / "base.pt")
+    with pytest.raises(CheckpointError, match=r"is \(3, 3\), and the adapter adds"):
+        audit_merge(tmp_path / "base.pt", tmp_path / "adapter")
