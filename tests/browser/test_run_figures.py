@@ -277,8 +277,11 @@ def test_a_layer_is_chosen_by_a_click_in_the_heatmap_or_by_name_and_its_row_is_f
 def test_titles_say_layer_and_steps_and_a_curve_has_its_strategys_colour(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-plain?layer=blocks.0.mlp.up.weight&step=100")
-    page.locator("#run-stack .gtitle", has_text="blocks.0.mlp.up.weight").nth(1).wait_for()
-    assert page.locator("#run-stack .gtitle", has_text="blocks.0.mlp.up.weight").count() == 2
+    titles = page.locator("#run-stack .gtitle", has_text="mlp.up.weight")
+    titles.nth(1).wait_for()
+    edq, lost = titles.all_text_contents()
+    assert edq == "blocks.0.mlp.up.weight"
+    assert re.fullmatch(r"…mlp\.up\.weight: .* % → .* % since 100", lost), "of a clicked cell, what changed there"
     page.get_by_role("heading", name="Updates lost by layer").wait_for()
     page.wait_for_function(
         """colour => [...document.querySelectorAll('#run-stack .js-plotly-plot')].flatMap(plot => plot.data ?? [])
