@@ -54,7 +54,7 @@ def test_a_program_is_watched_and_its_training_is_bit_identical(unwatched, tmp_p
     assert "broken" not in watched.stdout + watched.stderr
     assert "AdamW, bfloat16, strategy plain, step 18: " in watched.stdout
     assert "0.weight" in watched.stdout
-    assert "of run train wait" in watched.stdout
+    assert "run train: " in watched.stdout
 
 
 def test_the_environment_alone_does_the_same(forked, tmp_path):
@@ -62,7 +62,7 @@ def test_the_environment_alone_does_the_same(forked, tmp_path):
     variables = json.loads(answer.output)
     script = write(tmp_path, TRAINING)
     watched = launched(tmp_path, forked, script, watched=False, **variables)
-    assert "of run by environment wait" in watched.stdout
+    assert "run by environment: " in watched.stdout
     exported = CliRunner().invoke(run, ["--print-environment", "--name", "two words"]).output
     assert "export COLLAGE_RUN_NAME='two words'\n" in exported
 
@@ -140,7 +140,7 @@ def test_a_training_that_watches_by_itself_is_not_watched_twice(forked, tmp_path
     )
     answer = launched(tmp_path, forked, write(tmp_path, mine))
     assert answer.stdout.count("strategy plain") == 1
-    assert "of run mine wait" in answer.stdout
+    assert "run mine: " in answer.stdout
 
 
 @pytest.mark.nightly

@@ -130,7 +130,7 @@ def test_a_run_ends_with_its_address_whatever_it_watched(tmp_path, capsys):
     collage.finish()
     printed = capsys.readouterr().out
     assert f"left out: 2 tensors {META}" in printed
-    assert "wait in" in printed
+    assert "1 report waits in" in printed
     assert all_said(handle)[0] in printed
 
 
