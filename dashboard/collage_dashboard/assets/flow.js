@@ -224,7 +224,8 @@
     for (const time of document.querySelectorAll("time[datetime]")) {
       const at = new Date(time.dateTime);
       const minutes = time.className === "ago" ? Math.max(Math.floor((Date.now() - at) / 60000), 0) : Infinity;
-      const ago = minutes < 60 ? `${minutes} min ago` : `${Math.floor(minutes / 60)} h ago`;
+      const whole = minutes < 60 ? `${minutes} min ago` : `${Math.floor(minutes / 60)} h ago`;
+      const ago = minutes < 1 ? "just now" : whole;
       const text = minutes < 1440 ? ago : at.toLocaleString("sv-SE", { dateStyle: "short", timeStyle: "short" });
       if (time.textContent !== text) time.firstChild.nodeValue = text;
     }
