@@ -64,6 +64,7 @@ def test_a_page_whose_token_was_revoked_asks_again(open_page, dashboard_url, cli
     page.get_by_label("Token").fill(made.secret)
     page.get_by_role("button", name="Sign in").click()
     page.locator(".run-cell").first.wait_for()
+    page.locator("#opening").wait_for(state="detached")
     client.revoke_token(made.token.token_id)
     page.get_by_role("link", name="Incidents").click()
     page.get_by_label("Token").wait_for()

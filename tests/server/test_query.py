@@ -82,8 +82,8 @@ def test_rows_are_printed_as_a_table_and_as_csv(archive):
     printed = CliRunner().invoke(query, [sql, "--archive", archive], catch_exceptions=False).output
     assert printed == (
         "run           last_step  nothing     third\n"
-        "light-3              80        -  0.333333\n"
-        "light-4-wide         80        -  0.333333\n"
+        "light-3              80        –  0.333333\n"
+        "light-4-wide         80        –  0.333333\n"
     )
     text = CliRunner().invoke(query, [sql, "--archive", archive, "--csv"], catch_exceptions=False).output
     assert list(csv.reader(io.StringIO(text)))[1] == ["light-3", "80", "", str(1 / 3)]
