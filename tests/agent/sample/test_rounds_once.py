@@ -1,11 +1,14 @@
-"""The weights for which torch's own cast to 16 bits, which goes through fp32, rounds once."""
+"""How stored parts are read: residuals, which averages decay, and where torch's cast to 16 bits rounds once."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from collage_agent.sample.remainder_codes import SIGNED_BITS, codes_of
-from collage_agent.sample.stored_parts import OURS, PLAIN, Composition
+from collage_agent.sample.stored_parts import OURS, PLAIN, Composition, decaying
+from collage_optim import CollageAdamW
 from collage_optim.numerics.formats import round_to
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -45,3 +48,33 @@ def test_others_are_not_said_to():
     assert OURS.rounds_once(BF16, BF16)
     assert not OURS.rounds_once(BF16, torch.float32)
     assert not Composition(residual="low", sign=-1, code=SIGNED_BITS).rounds_once(BF16, torch.int16)
+
+
+@pytest.mark.parametrize("integers", [torch.int16, torch.int8])
+def test_integers_that_the_optimizer_subtracts_are_read_negated(integers):
+    weight = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    kept = torch.randint(-100, 100, (64,), generator=torch.Generator().manual_seed(1)).to(integers)
+    added = OURS.residual_of(weight, kept)
+    assert added.count_nonzero() > 32
+    assert torch.equal(replace(OURS, sign=-1).residual_of(weight, kept), -added)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "amsgrad", "judged"),
+    [
+        ("plain", False, {"exp_avg", "exp_avg_sq"}),
+        ("plain", True, {"exp_avg", "exp_avg_sq"}),
+        ("split-master", False, {"exp_avg", "exp_avg_sq"}),
+        ("split-master-8bit", False, {"exp_avg_sq"}),
+        ("coupled-8", False, {"exp_avg_sq"}),
+    ],
+)
+def test_averages_are_judged_by_their_decrements_but_maxima_and_coupled_ones(strategy, amsgrad, judged):
+    weight = torch.nn.Parameter(torch.ones(64, dtype=BF16))
+    optimizer = CollageAdamW([weight], strategy=strategy, amsgrad=amsgrad)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    state = optimizer.state[weight]
+    names = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"} & state.keys()
+    assert len(names) == 2 + amsgrad
+    assert {name for name in names if decaying(state, name)} == judged

@@ -47,16 +47,25 @@ def test_a_tensor_no_larger_than_the_cap_is_measured_whole(elements):
     sample = draw("w", elements, 2, 4096)
     assert sample.whole
     assert sample.sampled == sample.elements == elements
+    assert sample.rows.tolist() == list(range(elements // 32)), "in memory order"
 
 
-def test_every_block_the_ragged_one_included_is_drawn_equally_often():
+def test_a_cap_below_a_block_draws_one_block():
+    assert draw("w", 1000, 2, 20).sampled == 32
+
+
+@pytest.mark.parametrize("ragged", [0, 5])
+def test_every_block_the_ragged_one_included_is_drawn_equally_often(ragged):
     drawn: Counter[int] = Counter()
+    blocks = 10 + bool(ragged)
     for seed in range(4000):
-        sample = draw("w", 10 * 32 + 5, 2, 128, seed=seed)
+        sample = draw("w", 10 * 32 + ragged, 2, 128, seed=seed)
         drawn.update([*sample.rows.tolist(), *([10] if sample.tail else [])])
         assert sample.blocks == 4
-    expected = 4000 * 4 / 11
-    assert all(abs(drawn[block] - expected) < 5 * expected**0.5 for block in range(11))
+        assert sample.sampled == len(sample.rows) * 32 + sample.tail * ragged
+    expected = 4000 * 4 / blocks
+    assert drawn.keys() == set(range(blocks))
+    assert all(abs(count - expected) < 5 * expected**0.5 for count in drawn.values())
 
 
 def test_gathering_reads_exactly_the_chosen_elements():
