@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from collage_agent.handle import watch
@@ -55,6 +57,7 @@ def test_all_rows_that_a_sparse_step_touches_are_measured(name, sample):
     totals = totals_of(handle)["weight"]
     assert handle.info.intent == "shadow"
     assert totals["elements"] == ROWS * WIDTH
+    assert math.isnan(totals["parameter_squared_sum"]), "touched rows say nothing of all weights"
     assert totals["sampled"] == len(touched) * WIDTH
     assert totals["idle"] == (ROWS - len(touched)) * WIDTH
     assert totals["unchanged"] == (effective == 0).sum()

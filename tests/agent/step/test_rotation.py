@@ -8,7 +8,7 @@ from collage_agent.handle import watch
 from collage_agent.step import rotation
 from torch import nn
 
-from tests.agent.training import mlp, train
+from tests.agent.training import mlp, mlp_loss, train
 
 
 def muon(model):
@@ -56,6 +56,33 @@ class ScaledAdafactor(torch.optim.Adafactor):
         self.found_inf = verdict
 
 
+def test_gradients_are_unscaled_where_the_optimizer_does_it():
+    class Unscaling(ScaledAdafactor):
+        grad_scale: torch.Tensor | None = None
+
+        def step(self, closure=None):
+            scale, self.grad_scale = self.grad_scale, None
+            for own in self.param_groups[0]["params"]:
+                own.grad.div_(1.0 if scale is None else scale)
+            super().step(closure)
+            self.grad_scale = scale
+
+    found = []
+    for scale in (1.0, 1024.0):
+        model = mlp(dtype=torch.float32)
+        optimizer = Unscaling(model.parameters(), lr=1e-3)
+        handle = watch(model, optimizer, every=1, budget=None)
+        optimizer.grad_scale = torch.tensor(scale)
+        for step in range(2):
+            model.zero_grad()
+            (mlp_loss(model, step) * scale).backward()
+            optimizer.step()
+        found.append(handle.summary()["model"])
+    assert found[0]["edq_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert found[1]["edq_ratio"] == pytest.approx(found[0]["edq_ratio"], rel=1e-6)
+    assert found[1]["intended_norm"] == pytest.approx(found[0]["intended_norm"], rel=1e-6)
+
+
 @pytest.mark.slow
 def test_a_skipped_step_costs_its_own_tensors_and_not_those_of_earlier_turns():
     def measured(skips):
@@ -99,6 +126,13 @@ def test_buffers_are_made_once_where_one_turn_is_a_round_and_has_a_bound(bound, 
     handle._hooks[0].measurer._rotation = rotation.Rotation(bound)
     train(model, optimizer, 6 if bound == 5000 else 3)
     assert len(made) == buckets
+
+
+def test_a_tensor_of_the_bound_has_a_turn():
+    model = nn.Linear(50, 40, bias=False)
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3)
+    watched = watch(model, optimizer, every=1)._hooks[0].measurer._planner.watched[0]
+    assert [rotation.too_large(watched, bound) for bound in (1999, 2000, None)] == [True, False, False]
 
 
 def test_a_tensor_that_is_too_large_has_no_turn_and_the_run_says_so():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.step.windows import WindowSchedule
+from collage_agent.step.windows import Windows, WindowSchedule
 from collage_optim import CollageAdamW
 
 from tests.agent.step.test_measurer import totals_of
@@ -170,6 +170,32 @@ def test_a_step_that_the_loss_scaler_skips_spoils_the_burst():
         seen[step + 1] = handle.summary()["model"].get("edq_window_ratio/4")
     assert seen[CYCLE] is None
     assert seen[2 * CYCLE] == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_skipped_step_spoils_the_burst_also_if_the_sample_is_finite(skips):
+    """The verdict is the scaler's, which sees gradients beyond the sample and on other ranks."""
+    model = mlp(dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    handle = watch(model, optimizer, every=1, sample="all", windows=(4,), budget=None)
+    optimizer.grad_scale = torch.tensor(1.0)
+    for step in range(CYCLE):
+        optimizer.zero_grad()
+        mlp_loss(model, step).backward()
+        optimizer.found_inf = torch.tensor(float(skips and step == CYCLE - 2))
+        optimizer.step()
+    assert (handle.summary()["model"].get("edq_window_ratio/4") is None) == skips
+
+
+@pytest.mark.parametrize(("missing", "is_open"), [(0, True), (1, False)])
+def test_a_step_that_is_missing_closes_what_is_open(missing, is_open):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    windows = Windows((4,), 1)
+    first = next(step for step in range(1, 100) if windows.schedule.covering(step, 0))
+    for step in (first - 1, first, first + 1 + missing):
+        windows.before(optimizer, step, 0, "alike", list)
+    assert windows.is_open == is_open
 
 
 def test_windows_leave_the_training_alone_and_are_reported_at_their_ends_only():
