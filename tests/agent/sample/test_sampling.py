@@ -12,6 +12,7 @@ from collage_agent.sample.state_mappings import state_of
 from collage_agent.sample.stored_parts import OURS
 from collage_agent.step.gather import BlockLayout, GatheredSample, Staging
 from collage_agent.step.layout import StateLayout
+from collage_agent.step.totals import SampleSizes
 from collage_agent.watching.trained_parameters import bytes_per_parameter
 from collage_optim import CollageAdamW
 
@@ -246,3 +247,11 @@ def test_coupled_moments_are_gathered_and_counted_once_and_the_second_is_judged(
     for name in ("exp_avg", "exp_avg_sq"):
         expected = reference_value(optimizer.state[weight], name).view(-1, sample.block)[sample.rows].flatten()
         torch.testing.assert_close(gathered.values[name].double(), expected, rtol=1e-6, atol=0)
+
+
+def test_sums_are_scaled_to_the_tensor_and_variances_by_the_square():
+    sample = draw("w", 3200, 2, 320)
+    sizes = SampleSizes([sample], BlockLayout([sample], [torch.zeros(3200, dtype=torch.bfloat16)]))
+    keys = ("measured_steps", "variance_numerator/edq_ratio", "intended_squared_sum", "rounding_variance")
+    assert sizes.factors(keys).flatten().tolist() == [1.0, 1.0, 10.0, 100.0]
+    assert sizes.factors(keys, frozenset({"intended"})).isnan().flatten().tolist() == [False, True, True, True]

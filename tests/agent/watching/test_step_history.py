@@ -7,7 +7,7 @@ from collage_agent.measurement import Layout, Measurement
 from collage_agent.watching.step_history import MODEL, StepHistory
 
 from collage_monitor import wire
-from collage_monitor.metrics import STATISTICS, statistic
+from collage_monitor.metrics import HISTOGRAM_LABELS, STATISTICS, statistic
 from collage_monitor.statistics import reduce_shards, reduce_steps
 
 KEYS = (
@@ -170,3 +170,32 @@ def test_the_recent_past_has_enough_steps_and_enough_of_the_descent():
     assert recent([(1 - step / 100) ** 2 for step in range(100)])[0] == pytest.approx(
         100 * (1 - 0.05 ** (1 / 3)), abs=2
     )
+
+
+def test_what_ended_keeps_its_last_value_and_what_never_was_stays_missing():
+    history = StepHistory(1)
+    for measurement in steps(50):
+        lasting = [row for row, key in enumerate(KEYS) if statistic(key).over_steps == "last"]
+        measurement.totals[lasting] = 7.0 if measurement.step == 1 else torch.nan
+        measurement.totals[[row for row, key in enumerate(KEYS) if "variance" in key], 0] = torch.nan
+        history.add(measurement)
+    past = history.past()
+    assert past is not None
+    assert len(past.first_steps) < 50
+    whole = reduce_steps(past.totals, axis=0)
+    for row in lasting:
+        assert whole[KEYS[row]][1:].tolist() == [7.0] * LAYERS
+    roots = past.totals["variance_product_root/edq_ratio"]
+    assert np.isnan(roots[:, 1]).all()
+    assert np.isfinite(roots[:, 2:]).any()
+
+
+def test_of_thinned_grids_the_newest_is_kept():
+    keys = ("measured_steps", *(f"update_ulp_histogram/{label}" for label in HISTOGRAM_LABELS))
+    history = StepHistory()
+    for measurement in steps(64, keys):
+        history.add(measurement)
+    record = history.grids("plain")
+    assert record is not None
+    assert record.steps[-1] == 64
+    assert len(record.steps) == 32
