@@ -353,6 +353,43 @@ def test_a_decay_that_is_not_known_is_not_guessed():
     assert "pass decay=" in str(handle)
 
 
+def test_a_decay_that_was_not_known_once_leaves_the_drift_unknown():
+    model = mlp()
+    average = copy.deepcopy(model)
+    handle = collage.watch_average(average, model, every=1, sample="all")
+    told = []
+    for step in range(4):
+        train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), 1, start=step)
+        handle.before()
+        lerp(average, model, 0.9)
+        handle.after(decay=0.9 if step != 1 else None)
+        told.append(handle.summary()["model"])
+    assert [one["average_edq_ratio"] is None for one in told] == [False, True, False, False]
+    assert [one["average_drift_ratio"] is None for one in told] == [False, True, True, True]
+
+
+def test_a_call_that_fails_is_no_update():
+    fails = []
+
+    def mixed(mine, theirs, count):
+        if fails:
+            raise RuntimeError("out of memory")
+        return 0.9 * mine + 0.1 * theirs
+
+    model = mlp()
+    average = AveragedModel(model, avg_fn=mixed)
+    handle = collage.watch_average(average, model, every=1, sample="all")
+    trained(model, adamw(model), 4, lambda: average.update_parameters(model))
+    before = handle.summary()["updates"]
+    fails.append(True)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        average.update_parameters(model)
+    assert handle.summary()["updates"] == before
+    fails.clear()
+    average.update_parameters(model)
+    assert handle.summary()["updates"] == before + 1
+
+
 def test_another_decay_or_sign_than_was_said_is_no_loss():
     model = mlp(dtype=FP32)
     average = copy.deepcopy(model)

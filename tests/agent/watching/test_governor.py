@@ -52,12 +52,15 @@ def test_a_cost_above_the_budget_doubles_the_interval_again_and_again(clock):
     assert governor.agent_cpu_seconds == pytest.approx(0.5)
 
 
-def test_then_the_sample_is_halved_down_to_the_oracle_s(clock):
-    governor = Governor(1, 4096, 0.01)
+@pytest.mark.parametrize(
+    ("sample", "times", "left"), [(4096, 2, 1024), (1500, 1, 1024), (1024, 0, 1024), (64, 0, 64)]
+)
+def test_then_the_sample_is_halved_down_to_the_oracle_s(clock, sample, times, left):
+    governor = Governor(1, sample, 0.01)
     shrunk = run(governor, clock, 60, agent=0.5, rest=1.0)
     assert governor.interval == 64
-    assert governor.sample == 1024
-    assert sum(shrunk) == 2
+    assert governor.sample == left
+    assert sum(shrunk) == times
 
 
 def test_it_looks_more_often_again_when_there_is_room(clock):
