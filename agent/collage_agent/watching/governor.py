@@ -106,7 +106,7 @@ class Governor:
         agent, process = self.agent_cpu_seconds, time.process_time()
         if self._measured == _WARM_UP_STEPS:
             self._last_judged = (self._measured, agent, process)
-        if self._budget is None or self._measured < max(count, _WARM_UP_STEPS) + self._judged_after:
+        if self._budget is None or self._measured < count + self._judged_after:
             return False
         self._last_judged = (self._measured, agent, process)
         ratio = _over_rest(agent - agent_then, process - process_then)

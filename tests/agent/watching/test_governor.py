@@ -44,7 +44,9 @@ def run(governor, clock, measured, agent, rest):
 def test_a_cost_above_the_budget_doubles_the_interval_again_and_again(clock):
     governor = Governor(10, 4096, 0.01)
     assert governor.interval == 10
-    run(governor, clock, 6, agent=0.05, rest=1.0)
+    run(governor, clock, 5, agent=0.05, rest=1.0)
+    assert governor.interval == 10, "two steps warm up, four are judged"
+    run(governor, clock, 1, agent=0.05, rest=1.0)
     assert governor.interval == 20
     run(governor, clock, 4, agent=0.05, rest=1.0)
     assert governor.interval == 40

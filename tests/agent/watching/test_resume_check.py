@@ -386,6 +386,23 @@ def test_what_is_lost_is_known_at_the_first_step(name, lose, kind):
     assert loss.lasting == (kind == "counter")
 
 
+@pytest.mark.parametrize(("width", "kinds"), [(4, []), (64, ["masters"])])
+def test_masters_of_a_few_weights_may_equal_them_by_chance(width, kinds):
+    torch.manual_seed(0)
+    model = nn.Linear(width, width, bias=False).bfloat16()
+    optimizer = CollageAdamW(model.parameters(), lr=1e-3, strategy="master-weights")
+    handle = None
+    for step in range(8):
+        if step == 5:
+            optimizer.state[model.weight]["master_parameter"].copy_(model.weight.detach())
+            handle = watch(model, optimizer, every=1, budget=None)
+        optimizer.zero_grad()
+        model(torch.randn(8, width).bfloat16()).square().mean().backward()
+        optimizer.step()
+    assert handle is not None
+    assert [loss.kind for loss in handle.info.resume_losses] == kinds
+
+
 @pytest.mark.parametrize(("since", "kinds"), [(1, []), (2, ["residuals"])])
 def test_residuals_that_have_been_kept_for_two_steps_are_missed(since, kinds):
     saved = Saved(found("CollageAdamW, light"), BF16, 20)
