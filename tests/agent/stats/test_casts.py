@@ -216,18 +216,36 @@ def test_a_number_beside_the_layers_has_no_copy_in_blocks(name):
     assert layers["scale"]["edq_ratio"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_an_element_whose_copy_overflows_is_left_out():
-    model = nn.Linear(32, 2, bias=False)
+@pytest.mark.parametrize("columns", [32, 33])
+@pytest.mark.parametrize("bad", [0, 5])
+def test_an_element_whose_copy_overflows_is_left_out(columns, bad):
+    """33 columns end with empty slots, and `bad` elements have no finite gradient."""
+    model = nn.Linear(columns, 2, bias=False)
     with torch.no_grad():
         model.weight[0, 3] = 1e6
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    handle = watch(model, optimizer, every=1, sample="all", casts=("fp16", "fp8_e5m2"))
+    names = ("fp16", "fp8_e5m2", "fp16>fp8_e5m2")
+    handle = watch(model, optimizer, every=1, sample="all", casts=names)
     gradients(model, 0)
+    gradient = model.weight.grad
+    assert gradient is not None
+    gradient[1, :bad] = torch.nan
+    update, before = -gradient.double().numpy(), model.weight.detach().double().numpy()
     optimizer.step()
-    totals = totals_of(handle)["weight"]
-    assert totals["cast_elements/fp16"] == 63
-    assert totals["cast_elements/fp8_e5m2"] == 64
-    assert np.isfinite(totals["cast_effective_sum/fp16"])
+    after = model.weight.detach().double().numpy()
+    taken = np.isfinite(update) & (before < 1e6)
+    totals, copies = totals_of(handle)["weight"], {}
+    for name in names:
+        kept = np.isfinite(update) if name == "fp8_e5m2" else taken
+        (now, then), u = (casts.copy_of(np.where(kept, w, 0.0), name) for w in (after, before)), update[kept]
+        copies[name], moved = now[taken], (now - then)[kept]
+        assert totals[f"cast_elements/{name}"] == kept.sum(), name
+        assert totals[f"cast_changed/{name}"] == np.count_nonzero(moved), name
+        assert totals[f"cast_effective_sum/{name}"] == pytest.approx(u @ moved, rel=1e-12), name
+        assert totals[f"cast_squared_sum/{name}"] == pytest.approx(u @ u, rel=1e-12), name
+    assert totals["cast_route_elements/fp8_e5m2/fp16>fp8_e5m2"] == taken.sum()
+    differing = np.count_nonzero(copies["fp8_e5m2"] != copies["fp16>fp8_e5m2"])
+    assert totals["cast_route_differing/fp8_e5m2/fp16>fp8_e5m2"] == differing
 
 
 @pytest.mark.parametrize(

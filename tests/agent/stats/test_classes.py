@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from collage_agent.stats.block_sums import flag_counts, nonfinite, zero_excluded
-from collage_agent.stats.classes import CLASS_COUNTS, Flags, class_counts
+from collage_agent.stats.classes import Flags, class_counts, measure
 from collage_agent.stats.edq import edq_products
 
 from tests.reference import diagnostics
@@ -13,14 +16,20 @@ from tests.reference import diagnostics
 BLOCK = 32
 
 
-def count(theta, gradient, u, e, visible):
+def count(theta, gradient, u, e, visible, *, elements=BLOCK):
+    """The sums over whole tensors; only the first `elements` slots of a block hold one."""
     rows = torch.stack((theta, gradient, e, visible, u)).clone()
     excluded = nonfinite(rows.sum(0))
+    all_finite = not excluded.any()
+    excluded.view(-1, BLOCK)[:, elements:] = 1
     flags = Flags(excluded, nonfinite(gradient), nonfinite(theta + e))
     zero_excluded(rows, excluded)
     updates = rows[2:] if (e - visible).any() else rows[3:]
     product = edq_products(rows[4], rows[2:3])[0]
-    return class_counts(updates, product, flags if excluded.any() else None, BLOCK, BLOCK).array
+    held = torch.full((len(u) // BLOCK,), float(elements), dtype=torch.float64)
+    classes = class_counts(updates, product, None if all_finite else flags, BLOCK, held)
+    step: Any = SimpleNamespace(classes=classes, block_elements=held)
+    return {key: float(sums.sum()) for key, sums in measure(step).by_block.items()}
 
 
 def random_case(seed):
@@ -43,19 +52,23 @@ def random_case(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_counts_equal_the_definitions(seed):
-    case = random_case(seed)
-    expected = diagnostics.classes(*(diagnostics.exact(values) for values in case))
-    found = dict(zip(CLASS_COUNTS, count(*case).sum(1).tolist(), strict=True))
-    active = found["lost"] + found["distorted"] + found["faithful"]
-    found["idle"] = len(case[0]) - found["nonfinite"] - active
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("elements", [BLOCK, BLOCK - 5])
+def test_counts_equal_the_definitions(seed, finite, elements):
+    case = [values.nan_to_num(0.0, 0.0) if finite else values for values in random_case(seed)]
+    for values in case:
+        values.view(-1, BLOCK)[:, elements:] = 0.0
+    held = [diagnostics.exact(values.view(-1, BLOCK)[:, :elements].flatten()) for values in case]
+    expected = diagnostics.classes(*held)
+    found = count(*case, elements=elements)
     assert {key: found[key] for key in expected} == expected
+    assert (found["nonfinite"] == 0) == finite
 
 
 def test_a_block_full_of_one_class_does_not_spill_into_the_next_count():
     ones = torch.ones(BLOCK, dtype=torch.float64)
-    counts = dict(zip(CLASS_COUNTS, count(ones, ones, ones, ones, ones)[:, 0].tolist(), strict=True))
-    assert counts == {**dict.fromkeys(CLASS_COUNTS, 0.0), "faithful": float(BLOCK)}
+    counts = count(ones, ones, ones, ones, ones)
+    assert counts == {**dict.fromkeys(counts, 0.0), "faithful": float(BLOCK), "active_blocks": 1.0}
 
 
 def test_a_block_too_long_for_its_fields_is_refused():
