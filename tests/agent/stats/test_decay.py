@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.stats.optimizer_state import decay_block_sums, decay_is_lost
+from collage_agent.stats.optimizer_state import decay_block_sums, decay_is_lost, measure_decay
 from collage_agent.step.layout import decoupled_rate
 from collage_optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD
 
@@ -20,13 +24,16 @@ def weights(dtype):
     generator = torch.Generator().manual_seed(4)
     values = torch.randn(320, generator=generator) * 2.0 ** torch.randint(-20, 3, (320,), generator=generator)
     values[:8] = 2.0 ** torch.arange(-4, 4)
+    values[8] = 1.5
     return values.to(dtype).double()
 
 
-@pytest.mark.parametrize("rate", [0.2, 1.5 * 2**-9, 2**-9, 1e-3, 2e-5, 2**-25])
+@pytest.mark.parametrize("rate", [0.2, 1.5 * 2**-9, 2**-9, 1e-3, 2e-5, 2**-25, "1/3", "5/3", "7/3", "11/3"])
 @pytest.mark.parametrize("name", DTYPES)
 def test_decay_sums_equal_the_exact_ones(name, rate):
+    """By thirds of eps 1.5 comes so close to a tie that its product in fp64 is one."""
     dtype, values = DTYPES[name], weights(DTYPES[name])
+    rate = float(Fraction(rate) * Fraction(torch.finfo(dtype).eps)) if isinstance(rate, str) else rate
     kept, intended = diagnostics.decay(diagnostics.exact(values), rate, LAYOUTS[name])
     found = decay_block_sums(values, rate, dtype, NONE_LEFT_OUT, 32).sum(1)
     assert float(found[0]) == pytest.approx(float(kept), rel=1e-12, abs=1e-300)
@@ -49,6 +56,32 @@ def test_what_is_left_out_enters_no_sum():
     excluded = torch.tensor([0, 1, 1, 0], dtype=torch.uint8)
     found = decay_block_sums(values, 0.5, torch.bfloat16, excluded, 4)
     assert found[:, 0].tolist() == [0.25 + 1.0, 0.25 + 1.0]
+
+
+@pytest.mark.parametrize("rate", [1e-4, 0.1])
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("is_sum", [True, False])
+def test_the_visible_weight_decays_whatever_is_kept_beside_it(is_sum, finite, rate):
+    visible = weights(torch.bfloat16)
+    excluded = (torch.arange(320) % 7 == 0).to(torch.uint8) * (not finite)
+    left_out = excluded.bool()
+    parameter = visible * (1.0 + 2**-10 * is_sum)
+    parameter[left_out] = 0.0
+    step: Any = SimpleNamespace(
+        decay=rate,
+        registered=visible.to(torch.bfloat16),
+        parameter=parameter,
+        visible_parameter=visible.masked_fill(left_out, torch.inf) if is_sum else parameter,
+        squares={"parameter": parameter.square().view(10, 32).sum(1)},
+        excluded=excluded,
+        finite=finite,
+        block=32,
+    )
+    found = measure_decay(step).by_block
+    kept, squared = diagnostics.decay(diagnostics.exact(visible[~left_out]), rate, LAYOUTS["bfloat16"])
+    assert float(found["decay_kept_sum"].sum()) == pytest.approx(float(kept), rel=1e-12)
+    assert float(found["decay_squared_sum"].sum()) == pytest.approx(float(squared), rel=1e-12)
+    assert (kept == 0) == decay_is_lost(rate, torch.bfloat16)
 
 
 class Random(torch.optim.Optimizer):

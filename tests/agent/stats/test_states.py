@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.stats.optimizer_state import state_decrement_block_sums, zero_block_counts
+from collage_agent.stats.optimizer_state import measure_states, state_decrement_block_sums, zero_block_counts
+from collage_agent.stats.step_view import MovingAverages
 from torch import nn
 
 from tests.reference import diagnostics
@@ -16,6 +20,8 @@ def test_decrements_equal_the_exact_sums(seed):
     generator = torch.Generator().manual_seed(seed)
     before = torch.randn(320, generator=generator, dtype=torch.float64)
     intended = before * 0.9 + 0.2 * torch.randn(320, generator=generator, dtype=torch.float64)
+    # What is stored may grow where the average should shrink, and shrink where it should grow.
+    intended[:160] = before[:160] * (1.0 + 1e-3 * torch.randn(160, generator=generator, dtype=torch.float64))
     observed = intended.to(torch.bfloat16).double()
     expected = diagnostics.decrements(*(diagnostics.exact(x) for x in (before, intended, observed)))
     states = torch.stack((before.abs(), intended, observed)).unsqueeze(1)
@@ -40,6 +46,42 @@ def test_states_that_are_not_finite_enter_no_sum_where_nothing_else_is_left_out(
     states = torch.stack((before, intended, intended))
     nothing = torch.zeros(4, dtype=torch.uint8)
     assert state_decrement_block_sums(states, nothing, 4)[:, 0, 0].tolist() == [-1.25, -1.25]
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_average_as_stored_is_the_sum_of_its_components(count, finite):
+    generator = torch.Generator().manual_seed(3)
+    before, drawn, gradient = torch.randn(3, 320, generator=generator, dtype=torch.float64)
+    intended = before * 0.9 + 0.1 * drawn
+    high = intended.to(torch.bfloat16)
+    high[:40] = 0.0
+    low = (intended - high.double()).to(torch.bfloat16)
+    low[:20] = 0.0
+    excluded = (torch.arange(320) % 7 == 0).to(torch.uint8) * (not finite)
+    gradient[::3] = gradient[excluded.bool()] = 0.0
+    components = (high, low)[:count]
+    states = torch.stack((before.abs(), intended, torch.full_like(intended, torch.nan))).unsqueeze(1)
+    step: Any = SimpleNamespace(
+        averages=MovingAverages(("exp_avg",), states, ("exp_avg",), {"exp_avg": components}),
+        intended_known=True,
+        finite=finite,
+        excluded=excluded,
+        gradient=gradient,
+        block=32,
+        block_elements=torch.full((10,), 32.0, dtype=torch.float64),
+        classes={"nonfinite": excluded.view(10, 32).sum(1)},
+    )
+    found = {key: float(sums.sum()) for key, sums in measure_states(step).by_block.items()}
+    stored = sum((part.double() for part in components), torch.zeros(320, dtype=torch.float64))
+    gradients, *exact = (
+        diagnostics.exact(values[excluded == 0]) for values in (gradient, before, intended, stored)
+    )
+    observed, wanted = diagnostics.decrements(*exact)
+    assert found["state_decrement_observed_sum/exp_avg"] == pytest.approx(float(observed), rel=1e-12)
+    assert found["state_decrement_intended_sum/exp_avg"] == pytest.approx(float(wanted), rel=1e-12)
+    nonzero, zero = diagnostics.zeros(gradients, exact[2])
+    assert (found["gradient_nonzero"], found["state_zero/exp_avg"]) == (nonzero, zero)
 
 
 def test_zeros_equal_plain_counting():
