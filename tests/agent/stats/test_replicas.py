@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
-from collage_agent.stats.replicas import block_checksums
+from collage_agent.stats.block_sums import Segments
+from collage_agent.stats.replicas import block_checksums, replica_sums
 
 BLOCK = 16
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -28,6 +31,19 @@ def test_against_integers_of_any_size(dtype):
     values = drawn(dtype)
     numbers = np.array([x * (2 * x + 1) for x in patterns(values)], dtype=object).reshape(5, -1)
     assert block_checksums(values, BLOCK).tolist() == [int(sum(row)) % 2**32 for row in numbers]
+
+
+@pytest.mark.parametrize("replicated", [(True, True), (True, False), (False, True), (False, False)])
+def test_only_what_is_replicated_has_a_checksum(replicated):
+    values, of_block = drawn(torch.bfloat16), torch.tensor([0, 1, 1, 0, 1])
+    sampled = torch.tensor([30.0, 41.0], dtype=torch.float64)
+    found = replica_sums(values, BLOCK, Segments(of_block, 2), sampled, torch.tensor(replicated))
+    for tensor, known in enumerate(replicated):
+        own = patterns(values.view(-1, BLOCK)[of_block == tensor].flatten())
+        expected = [sum(x * (2 * x + 1) for x in own) % 2**32, float(sampled[tensor])]
+        assert found[:, tensor].tolist() == pytest.approx(
+            expected if known else [math.nan] * 2, rel=0, abs=0, nan_ok=True
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

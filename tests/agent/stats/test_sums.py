@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from collage_agent.stats.intervals import (
     population_factor,
     product_rows,
     ratio_variances,
+    tail_share,
 )
 
 from collage_monitor.definitions import Interval
@@ -113,14 +115,24 @@ def test_one_element_larger_than_any_sampled_block_may_bring_four_tenths_of_a_st
         )
 
 
+@pytest.mark.parametrize(("deviations", "outlies"), [(1.0, False), (9.99, False), (10.01, True), (1e3, True)])
+def test_a_block_far_above_the_others_may_be_missed_at_another_step(deviations, outlies):
+    others = np.random.default_rng(8).chisquare(32, (2, 49))
+    largest = others.mean(1) + np.array([deviations, 1.0]) * others.std(1, ddof=1)
+    squares = torch.from_numpy(np.concatenate((others, largest[:, None]), 1))
+    segments = Segments(torch.arange(2).repeat_interleave(50), 2)
+    count = torch.full((2,), 50.0, dtype=torch.float64)
+    factor = population_factor(count, 10 * count)
+    variance = ((others[0] - others[0].mean()) ** 2).sum() * float(factor[0])
+    expected = (2.25 / 0.4 * largest[0]) ** 2 / variance if outlies else 0.0
+    found = tail_share(squares.flatten(), segments, count, factor)
+    assert found.tolist() == pytest.approx([expected, 0.0], rel=1e-6)
+
+
 def test_one_block_of_many_has_no_variance_and_a_whole_tensor_of_one_block_has_none_to_speak_of():
-    one = torch.ones(3, 2, dtype=torch.float64)
-    found = ratio_variances(
-        one,
-        one[:1],
-        one[:1],
-        one[0],
-        population_factor(one[0], torch.tensor([9.0, 1.0], dtype=torch.float64)),
-    )
-    assert found[:, 0].isnan().all()
-    assert found[:, 1].tolist() == [0.0, 0.0, 0.0]
+    one = torch.ones(3, 3, dtype=torch.float64)
+    factor = population_factor(one[0], torch.tensor([9.0, 2.0, 1.0], dtype=torch.float64))
+    assert factor.tolist() == pytest.approx([math.nan, math.nan, 0.0], rel=0, abs=0, nan_ok=True)
+    found = ratio_variances(one, one[:1], one[:1], one[0], factor)
+    assert found[:, :2].isnan().all()
+    assert found[:, 2].tolist() == [0.0, 0.0, 0.0]
