@@ -33,8 +33,8 @@ BUDGETS = {
     "collage_optim": 7063,
     "collage_server": 26407,
     "collage_dashboard": 10090,
-    "tests": 78759,
-    "words of pages": 51497,
+    "tests": 79208,
+    "words of pages": 51510,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
 SLACK = 0.01

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from collage_agent.handle import watch
@@ -176,7 +178,7 @@ def test_a_step_that_the_loss_scaler_skips_spoils_the_burst():
 def test_a_skipped_step_spoils_the_burst_also_if_the_sample_is_finite(skips):
     """The verdict is the scaler's, which sees gradients beyond the sample and on other ranks."""
     model = mlp(dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     handle = watch(model, optimizer, every=1, sample="all", windows=(4,), budget=None)
     optimizer.grad_scale = torch.tensor(1.0)
     for step in range(CYCLE):

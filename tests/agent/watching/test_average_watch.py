@@ -369,7 +369,7 @@ def test_a_decay_that_was_not_known_once_leaves_the_drift_unknown():
 
 
 def test_a_call_that_fails_is_no_update():
-    fails = []
+    fails: list[bool] = []
 
     def mixed(mine, theirs, count):
         if fails:
