@@ -82,7 +82,7 @@ def test_a_layer_says_what_it_is_and_its_histogram_what_changed_and_layers_are_g
     page.locator("#run-rows").get_by_text("By module type").click()
     page.wait_for_function("location.search.includes('rows=type')")
     rows = "document.querySelector('#run-panel .js-plotly-plot')?.data[0]?.y"
-    page.wait_for_function(f"{rows}?.some((name) => name.startsWith('▾'))")
+    page.wait_for_function(f"{rows}?.some((name) => String(name).startsWith('▾'))")
     groups = [name for name in page.evaluate(rows) if name.startswith("▾")]
     assert sorted(groups) == ["▾ Embedding", "▾ LayerNorm", "▾ Linear"]
 
