@@ -29,11 +29,11 @@ SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
     "collage_monitor": 15378,
-    "collage_agent": 24334,
+    "collage_agent": 24340,
     "collage_optim": 7063,
-    "collage_server": 26407,
+    "collage_server": 26408,
     "collage_dashboard": 10090,
-    "tests": 79208,
+    "tests": 79224,
     "words of pages": 51510,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""

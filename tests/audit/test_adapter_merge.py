@@ -39,7 +39,7 @@ def adapted(model, size, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"use_rslora": True}, {"fan_in_fan_out": True}, {"alpha_pattern": {"2": 32}, "rank_pattern": {"0": 2}}],
+    [{}, {"use_rslora": True}, {"fan_in_fan_out": True}, {"alpha_pattern": {"2|3": 32}, "rank_pattern": {"0": 2}}],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_merge_is_foretold_as_peft_carries_it_out(tmp_path, dtype, options):
@@ -121,3 +121,19 @@ def test_an_adapter_of_another_model_names_what_lacks(tmp_path):
     torch.save({"0.weight": torch.ones(3, 3), "2.weight": torch.ones(3, 3)}, tmp_path / "base.pt")
     with pytest.raises(CheckpointError, match=r"is \(3, 3\), and the adapter adds"):
         audit_merge(tmp_path / "base.pt", tmp_path / "adapter")
+
+
+def test_what_a_merge_of_linear_weights_does_not_speak_for_is_named(tmp_path):
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 4)).bfloat16()
+    torch.save(model.state_dict(), tmp_path / "base.pt")
+    made = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0", "1"]))
+    with torch.no_grad():
+        made.base_model.model[1].lora_B["default"].weight[:2] = 1e-4
+    made.save_pretrained(tmp_path / "adapter")
+    merge = audit_merge(tmp_path / "base.pt", tmp_path / "adapter")
+    assert [layer.name for layer in merge.layers] == ["1.weight"]
+    assert any("lora_embedding_A" in name for name in merge.left_out)
+    assert "left out: base_model.model.0.lora_embedding_A" in audited(
+        tmp_path / "base.pt", "--adapter", tmp_path / "adapter"
+    )
+    assert merge.total.lost_ratio == merge.layers[0].lost_ratio, "a share of what the adapter adds to"

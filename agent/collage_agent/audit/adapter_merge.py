@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from collage_optim.names import dtype_name
@@ -34,7 +35,6 @@ class LayerMerge(Struct, frozen=True):
     """A weight: how much of what the adapter adds would arrive in it.
 
     arrived_ratio: Σ δ·e / Σ δ². lost_ratio: of the elements with δ ≠ 0, the share that would not change.
-    squares: Σ δ².
     """
 
     name: str
@@ -42,16 +42,31 @@ class LayerMerge(Struct, frozen=True):
     elements: int
     arrived_ratio: float | None
     lost_ratio: float | None
+
+
+class _Sums(NamedTuple):
+    """Sums over a weight, or several: elements, those with δ ≠ 0, those of them left as they are, Σ δ·e, Σ δ²."""
+
+    name: str
+    dtype: str
+    elements: int
+    added: int
+    unchanged: int
+    product: float
     squares: float
 
 
 class AdapterMerge(Struct, frozen=True):
-    """All weights that an adapter adds to, those that keep the least first; `total` of them together."""
+    """All weights that an adapter adds to, those that keep the least first; `total` of them together.
+
+    left_out: tensors of the adapter that no merge of a LoRA's linear weights speaks for, such as embeddings.
+    """
 
     base: str
     adapter: str
     total: LayerMerge
     layers: list[LayerMerge]
+    left_out: list[str]
 
     @property
     def is_kept(self) -> bool:
@@ -70,14 +85,20 @@ def audit_merge(base: Path, adapter: Path) -> AdapterMerge:
     found = [_merged(weights, parts, name, config) for name in parts if name.endswith(_DOWN)]
     if not found:
         raise CheckpointError(f"{adapter}: holds no lora_A; --adapter takes the folder of a LoRA adapter")
-    found.sort(key=lambda layer: math.inf if layer.arrived_ratio is None else layer.arrived_ratio)
-    return AdapterMerge(str(base), str(adapter), _total(found), found)
+    dtypes = ", ".join(dict.fromkeys(layer.dtype for layer in found))
+    total = _Sums("", dtypes, *map(sum, zip(*(layer[2:] for layer in found), strict=True)))
+    layers = sorted(
+        map(_layer, found), key=lambda own: math.inf if own.arrived_ratio is None else own.arrived_ratio
+    )
+    left_out = [name for name in parts if not name.endswith((_DOWN, _UP))]
+    return AdapterMerge(str(base), str(adapter), _layer(total), layers, left_out)
 
 
 def merge_text(merge: AdapterMerge) -> str:
     """The merge in plain words."""
     total = merge.total
-    lines = [f"{merge.adapter}: adds to {len(merge.layers)} weights of {merge.base}, {total.elements:,} elements"]
+    lines = [f"left out: {name}" for name in merge.left_out[:_SHOWN]]
+    lines += [f"{merge.adapter}: adds to {len(merge.layers)} weights of {merge.base}, {total.elements:,} elements"]
     if total.arrived_ratio is None or total.lost_ratio is None:
         return "\n".join([*lines, "the adapter adds nothing: its B is 0"])
     lines.append(
@@ -114,7 +135,7 @@ def _config_of(adapter: Path) -> Mapping[str, Any]:
 
 def _merged(
     weights: Mapping[str, Tensor], parts: Mapping[str, Tensor], down: str, config: Mapping[str, Any]
-) -> LayerMerge:
+) -> _Sums:
     """As PEFT merges: δ is computed in fp32 at least, kept in the adapter's dtype, and added."""
     module = down.removesuffix(_DOWN)
     name = f"{module.removeprefix(_PREFIX)}.weight"
@@ -130,42 +151,31 @@ def _merged(
         raise CheckpointError(f"{name}: is {tuple(weight.shape)}, and the adapter adds {tuple(added.shape)}")
     arrived = (weight + added.to(narrow)).to(weight.dtype).double() - weight.double()
     exact = added.double()
-    squares = float(exact.square().sum())
-    asked = int(exact.count_nonzero())
-    return LayerMerge(
+    return _Sums(
         name=name,
         dtype=dtype_name(weight.dtype),
         elements=weight.numel(),
-        arrived_ratio=float((exact * arrived).sum()) / squares if squares else None,
-        lost_ratio=int(((exact != 0) & (arrived == 0)).sum()) / asked if asked else None,
-        squares=squares,
+        added=int(exact.count_nonzero()),
+        unchanged=int(((exact != 0) & (arrived == 0)).sum()),
+        product=float((exact * arrived).sum()),
+        squares=float(exact.square().sum()),
+    )
+
+
+def _layer(sums: _Sums) -> LayerMerge:
+    return LayerMerge(
+        name=sums.name,
+        dtype=sums.dtype,
+        elements=sums.elements,
+        arrived_ratio=sums.product / sums.squares if sums.squares else None,
+        lost_ratio=sums.unchanged / sums.added if sums.added else None,
     )
 
 
 def _scaling(module: str, rank: int, config: Mapping[str, Any]) -> float:
-    """α / r, or α / √r of a rank-stabilised adapter; a pattern may give a module an α of its own."""
+    """α / r, or α / √r of a rank-stabilised adapter; a module may have an α of its own, by PEFT's patterns."""
     place = module.removeprefix(_PREFIX)
-    own = (
-        value
-        for key, value in (config.get("alpha_pattern") or {}).items()
-        if place == key or place.endswith(f".{key}")
-    )
+    patterns = (config.get("alpha_pattern") or {}).items()
+    own = (value for pattern, value in patterns if re.fullmatch(rf"(.*\.)?({pattern})", place))
     alpha = next(own, config.get("lora_alpha", rank))
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _total(layers: list[LayerMerge]) -> LayerMerge:
-    known = [layer for layer in layers if layer.arrived_ratio is not None]
-    squares, elements = math.fsum(layer.squares for layer in known), sum(layer.elements for layer in known)
-    return LayerMerge(
-        name="",
-        dtype=", ".join(dict.fromkeys(layer.dtype for layer in layers)),
-        elements=sum(layer.elements for layer in layers),
-        arrived_ratio=math.fsum((layer.arrived_ratio or 0.0) * layer.squares for layer in known) / squares
-        if known
-        else None,
-        lost_ratio=math.fsum((layer.lost_ratio or 0.0) * layer.elements for layer in known) / elements
-        if known
-        else None,
-        squares=squares,
-    )

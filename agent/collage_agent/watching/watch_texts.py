@@ -38,6 +38,7 @@ from collage_monitor.diagnosis import (
     state_in_words,
 )
 from collage_monitor.metrics import split_key
+from collage_monitor.number_text import number
 from collage_monitor.onset import find_onsets
 from collage_monitor.statistics import finish, finish_all, reduce_shards
 from collage_monitor.strategies import STRATEGIES
@@ -299,14 +300,9 @@ def _grid(model: Values) -> Iterator[str]:
         return
     size = "too small to change" if margin < 0 else "what it takes to change"
     yield (
-        f"the typical update is {_times(2 ** abs(margin))} times {size} a weight; nine of ten would at "
-        f"{_times(factor)} times the learning rate (which is no advice to raise it)"
+        f"the typical update is {number(2 ** abs(margin), 2)} times {size} a weight; nine of ten would at "
+        f"{number(factor, 2)} times the learning rate (which is no advice to raise it)"
     )
-
-
-def _times(factor: float) -> str:
-    """Two digits, and no exponent below a million."""
-    return f"{float(f'{factor:.2g}'):,.6g}" if factor < 1e6 else f"{factor:.0e}"
 
 
 def _advice(found: Judgement) -> Iterator[str]:

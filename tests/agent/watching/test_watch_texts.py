@@ -330,5 +330,5 @@ def test_how_many_times_too_small_an_update_is_has_two_digits_and_no_exponent():
     ]
     assert [
         text[text.index("the typical update is") :].split(" times ")[0].rpartition(" ")[2] for text in texts
-    ] == ["110", "1.7", "1e+09"]
+    ] == ["110", "1.7", "1.1e+09"]
     assert "would at 1,000 times the learning rate" in texts[0]

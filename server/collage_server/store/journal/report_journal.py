@@ -306,10 +306,11 @@ class ReportJournal:
                 require_row(table, row)
             known = _Exports() if row is None else _DECODE_EXPORTS(row.known)
             places = [known.place(time, digest) for time, digest in exports]
+            told = to_json(known)
             if row is None:
-                connection.execute(insert(table).values(**mine, known=to_json(known)))
-            elif to_json(known) != row.known:
-                update_rows(connection, table, {"known": to_json(known)}, *own)
+                connection.execute(insert(table).values(**mine, known=told))
+            elif told != row.known:
+                update_rows(connection, table, {"known": told}, *own)
         return places
 
     def record_gaps(self, stream: StreamRecord, gaps: Sequence[wire.ReportGap], now: float) -> None:
