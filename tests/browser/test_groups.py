@@ -127,3 +127,27 @@ def test_what_was_picked_survives_search_pages_and_grouping(watched):
     page.get_by_role("checkbox", name="Pick Plain · bfloat16 to compare", checked=False).wait_for()
     link = page.get_by_role("link", name="Compare 3 runs").get_attribute("href")
     assert link.endswith("?run=run-plain-2&run=run-plain-0&run=run-filler-00")
+
+
+def test_a_choice_made_while_another_is_being_put_into_the_address_stays(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/runs?sort=-name&q=seed")
+    first_row(page, "plus-seed2")
+    page.evaluate(
+        """() => {
+            window.collageView.put("runs", { q: null });
+            window.dash_clientside.set_props("runs-by", { value: "strategy" });
+        }"""
+    )
+    page.wait_for_function("location.search === '?sort=-name&by=strategy'")
+    page.wait_for_function("document.querySelector('#runs-by').value === 'By strategy'")
+    page.wait_for_function("document.querySelector('#runs-query').value === ''")
+    page.evaluate(
+        """() => {
+            window.collageView.put("runs", { by: null });
+            window.dash_clientside.set_props("runs-query", { value: "seed1" });
+        }"""
+    )
+    page.wait_for_function("location.search === '?sort=-name&q=seed1'")
+    first_row(page, "plus-seed1")
+    page.wait_for_function("document.querySelector('#runs-by').value === ''")

@@ -18,15 +18,20 @@
     typed = {};
   }
 
-  // Changes parameters of a page's address: to a value, to several, or to none.
-  function put(page, asked) {
+  // What was put into the address last, and the controls whose choices it holds: they may already show a newer one.
+  let own = {};
+
+  // Changes parameters of a page's address: to a value, to several, or to none; `movers` are the controls that asked.
+  function put(page, asked, movers) {
     const given = paramsOf(page);
     const change = { ...typed.change, ...asked };
+    const moved = movers ? [...(own.moved || []), typed.id, ...movers] : [];
     forgetTyped();
     Object.keys(change).forEach((name) => given.delete(name));
     Object.entries(change).forEach(([name, value]) => texts(value).forEach((text) => given.append(name, text)));
     const written = String(given);
-    set(`${page}-address`, { search: written && `?${written}` });
+    own = { search: written && `?${written}`, moved };
+    set(`${page}-address`, { search: own.search });
   }
 
   // What a control shows of an address.
@@ -57,6 +62,7 @@
     const { page, controls } = given.at(-1);
     const stands = paramsOf(page);
     const change = {};
+    const movers = [];
     for (const { prop_id, value } of window.dash_clientside.callback_context.triggered) {
       const id = prop_id.slice(0, -".value".length);
       const control = controls[id];
@@ -70,23 +76,30 @@
       if (control.is_typed) {
         forgetTyped();
         if (!same(chosen, before)) {
-          typed = { change: { [control.name]: chosen }, pause: setTimeout(() => put(page, {}), PAUSE_MS) };
+          typed = { id, change: { [control.name]: chosen }, pause: setTimeout(() => put(page, {}, []), PAUSE_MS) };
         }
         continue;
       }
       if (control.required && !chosen.length) set(id, { value: before });
       if ((control.required && !chosen.length) || same(chosen, before)) continue;
       if (control.behind) chosen = forward(chosen, texts(before), control);
+      if (!same(chosen, value)) set(id, { value: Array.isArray(value) ? chosen : chosen[0] });
+      movers.push(id);
       [control.name, ...control.drops].forEach((name) => (change[name] = null));
       if (!same(chosen, control.usual)) change[control.name] = chosen;
     }
-    if (Object.keys(change).length) put(page, change);
+    if (movers.length) put(page, change, movers);
   }
 
   // The address has changed: panels are told, and controls show what stands there now. An address of another page, on
-  // the way to it, changes nothing here. `zooms` counts, so that each zoom's figures differ.
+  // the way to it, changes nothing here. `zooms` counts, so that each zoom's figures differ. What a reader has chosen or
+  // typed since the last choice was put there stays; the way back leads to what was put there, not to what was about to be.
   function follow(search, { page, controls }, pathname, shown) {
-    forgetTyped(); // The way back leads to what was put there, not to what was about to be.
+    const isOwn = pathname === shown.pathname && (search || "") === own.search;
+    if (!isOwn) {
+      forgetTyped();
+      own = {};
+    }
     if (pathname !== shown.pathname) return;
     const [before, now] = [shown.search, search].map((each) => new URLSearchParams(each || ""));
     if (String(before) !== String(now)) {
@@ -95,8 +108,10 @@
     }
     for (const [id, control] of Object.entries(controls)) {
       const [value, props] = [shownBy(control, now), propsOf(id)];
-      if (props && !same(value, props.value)) set(id, { value });
+      const isNewer = isOwn && (own.moved.includes(id) || same(value, shownBy(control, before)));
+      if (props && !isNewer && !same(value, props.value)) set(id, { value });
     }
+    own.moved = [];
   }
 
   document.addEventListener("click", (event) => {
