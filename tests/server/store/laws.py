@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections import Counter
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from collage_server.errors import Gone
 from collage_server.store import ReportGroup, Selection, schema
 from collage_server.store.reading.run_view import RunView
+from collage_server.store.row_helpers import ranges_from_json
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -225,6 +227,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.read(None, None, None)
             self.read(1, None, None)
             self.read_rank_and_scalars(0)
+            self.send_all_again()
             told = {held.stream_id: held.reports for held in self.store.streams.of_run(self.run.run_id)}
             assert told == {stream.stream_id: len(stream.reports) for stream in self.run.streams}
             self.store.runs.delete(self.run.run_id, NOW)
@@ -238,6 +241,33 @@ class StoreMachine(RuleBasedStateMachine):
             with self.store.reading() as connection:
                 for table in TABLES:
                     assert not connection.execute(table.select().where(table.c.run_id == run_id)).first(), table
+
+    def send_all_again(self):
+        """All that was ever sent comes again: no reader sees a difference, and nothing is held that nobody needs."""
+        for stream in self.run.streams:
+            self.send(stream, list(stream.reports.values()))
+        self.seal(None, full=True)
+        self.read(None, None, None)
+        self.read_rank_and_scalars(0)
+        with self.store.reading() as connection:
+
+            def rows(*columns):
+                mine = columns[0].table.c.run_id == self.run.run_id
+                return connection.execute(select(*columns).where(mine)).all()
+
+            sealed = dict(rows(schema.run_latest.c.stream_id, schema.run_latest.c.sealed))
+            waiting = Counter(stream for stream, _ in rows(schema.report.c.stream_id, schema.report.c.seq))
+            for stream in self.run.streams:
+                ranges = ranges_from_json(sealed.get(stream.stream_id, "[]"))
+                held = sum(last - first + 1 for first, last in ranges) + waiting[stream.stream_id]
+                assert held == len(stream.reports), "each report is waiting in the journal or sealed, and never both"
+            keys = {
+                table: {tuple(row) for row in rows(*(table.c[name] for name in ("attempt", "level", "chunk", "part")))}
+                for table in (schema.point_chunk, schema.model_chunk, schema.layer_chunk)
+            }
+            points = keys.pop(schema.point_chunk)
+            for table, of_points in keys.items():
+                assert of_points <= points, f"rows of {table} that belong to no points"
 
     def sweep(self):
         """After the hour in which readers may still want them, exactly those files are there that rows name."""
