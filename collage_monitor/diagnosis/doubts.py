@@ -24,7 +24,7 @@ from collage_monitor.diagnosis.states import (
 from collage_monitor.diagnosis.words import is_named_by_group, oracle_reach, orphans, percent, silence
 from collage_monitor.wire import Finding
 
-__all__ = ["doubts", "little_measured", "nothing_intended", "witnesses"]
+__all__ = ["doubts", "little_measured", "nothing_but_decay", "nothing_intended", "witnesses"]
 
 _MEASURED_TOLERANCE: Final = 0.1
 _STILL: Final = 0.5
@@ -44,6 +44,7 @@ def doubts(case: Case) -> Iterator[Finding]:
     """Every reason not to call a run healthy, each a function."""
     for doubt in (
         _silent_ranks,
+        nothing_but_decay,
         _replaced,
         little_measured,
         _wide_interval,
@@ -90,11 +91,20 @@ def nothing_intended(case: Case) -> Finding:
     if gradient is None:
         text, short = "every intended update was 0", "every intended update is 0"
     elif not gradient:
-        text, short = "every gradient was 0 in the measured steps", ZERO
+        return next(nothing_but_decay(case))
+    return _doubt(text, short, "idle", case.number("idle"))
+
+
+def nothing_but_decay(case: Case) -> Iterator[Finding]:
+    """Every gradient was 0: what moves weights nevertheless, decay or a momentum of before, is no descent."""
+    if case.number("grad_norm") == 0.0:
+        text = "every gradient was 0 in the measured steps" + (
+            ", and the weights move by decay or momentum alone" if case.active else ""
+        )
         text += (
             ": look for a loss that does not depend on the weights, or for clipping by a norm that is not finite"
         )
-    return _doubt(text, short, "idle", case.number("idle"))
+        yield _doubt(text, ZERO, "idle", case.number("idle"))
 
 
 def _doubt(text: str, short: str, key: str, value: float | None = None, threshold: float | None = None) -> Finding:

@@ -62,6 +62,23 @@ def test_a_rate_of_0_and_gradients_of_0_are_told_apart(rate, factor, words):
     assert handle.judgement().text[1:].startswith(words[1:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_0_are_told_where_decay_still_moves_the_weights(dtype):
+    """Told was "healthy" in fp32, whose decay arrives, and "losing updates" in bf16, which rounds it away."""
+    model = built(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1)
+    for _ in range(12):
+        step(model, optimizer, 0.0)
+    found = handle.judgement()
+    assert found.health == "unknown"
+    assert found.headline.startswith("Every gradient was 0 in the measured steps, and the weights move by decay")
+    assert any("error_if_nonfinite=True" in advice.text for advice in found.advice)
+    for _ in range(8):
+        step(model, optimizer)
+    assert "gradient was 0" not in handle.judgement().text
+
+
 @pytest.mark.parametrize("made", [float, torch.tensor])
 def test_a_loss_that_is_no_number_is_told_with_its_step(made, tmp_path):
     model = built()

@@ -260,9 +260,13 @@ class StoreMachine(RuleBasedStateMachine):
             for stream in self.run.streams:
                 ranges = ranges_from_json(sealed.get(stream.stream_id, "[]"))
                 held = sum(last - first + 1 for first, last in ranges) + waiting[stream.stream_id]
-                assert held == len(stream.reports), "each report is waiting in the journal or sealed, and never both"
+                assert held == len(stream.reports), (
+                    "each report is waiting in the journal or sealed, and never both"
+                )
             keys = {
-                table: {tuple(row) for row in rows(*(table.c[name] for name in ("attempt", "level", "chunk", "part")))}
+                table: {
+                    tuple(row) for row in rows(*(table.c[name] for name in ("attempt", "level", "chunk", "part")))
+                }
                 for table in (schema.point_chunk, schema.model_chunk, schema.layer_chunk)
             }
             points = keys.pop(schema.point_chunk)
