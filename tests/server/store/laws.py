@@ -243,7 +243,7 @@ class StoreMachine(RuleBasedStateMachine):
                     assert not connection.execute(table.select().where(table.c.run_id == run_id)).first(), table
 
     def send_all_again(self):
-        """All that was ever sent comes again: no reader sees a difference, and nothing is held that nobody needs."""
+        """All that was ever sent comes again: no reader sees it, and nothing is held that nobody needs."""
         for stream in self.run.streams:
             self.send(stream, list(stream.reports.values()))
         self.seal(None, full=True)
