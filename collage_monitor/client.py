@@ -296,9 +296,10 @@ class Client(Connection):
         """The alerts that fire for one run now; the token that sends the run is enough."""
         return self.get(f"/runs/{quoted(run_id)}/alerts", wire.IncidentPage).events
 
-    def acknowledge(self, incident_id: str) -> wire.Incident:
-        """Note that you take care of an incident."""
-        return self.send("POST", f"/events/{quoted(incident_id)}/acknowledge", wire.Incident)
+    def acknowledge(self, incident_id: str, *, undo: bool = False) -> wire.Incident:
+        """Note that you take care of an incident; `undo` takes its acknowledgement back, whoever made it."""
+        method = "DELETE" if undo else "POST"
+        return self.send(method, f"/events/{quoted(incident_id)}/acknowledge", wire.Incident)
 
     def try_targets(self) -> list[wire.TriedTarget]:
         """Have the server send one message to each of its targets; which of them took it."""

@@ -28,6 +28,7 @@ __all__ = [
     "clientside",
     "or_later",
     "part",
+    "pressed_button",
     "register_choices",
     "register_part",
     "view_of",
@@ -51,6 +52,18 @@ class Choice:
     is_steps: bool = False
     behind: str = ""
     is_typed: bool = False
+
+
+def pressed_button() -> dict[str, Any]:
+    """The id of the button that was pressed, among those with ids that match a pattern.
+
+    Raises:
+        PreventUpdate: buttons came or went, and none was pressed.
+    """
+    trigger = dash.ctx.triggered_id
+    if not isinstance(trigger, dict) or not dash.ctx.triggered[0]["value"]:
+        raise dash.exceptions.PreventUpdate
+    return trigger
 
 
 def choices(*names: str, **others: Choice) -> dict[str, Choice]:

@@ -214,6 +214,9 @@ def test_the_servers_own_incident_is_acknowledged_and_noted_from_its_page(watche
     page.get_by_role("button", name="Acknowledge").click()
     page.get_by_text("acknowledged by server-token").wait_for()
     assert client.incident(incident.incident_id).acknowledged_by == "server-token"
+    page.get_by_role("button", name="Undo acknowledgement").press("Enter")
+    page.get_by_role("button", name="Acknowledge", exact=True).wait_for()
+    assert client.incident(incident.incident_id).acknowledged_by is None
     page.get_by_label("Note for the run's timeline").fill(NOTE)
     page.get_by_role("button", name="Add note").click()
     timeline = page.get_by_role("region", name="Timeline")
@@ -241,6 +244,12 @@ def test_incidents_are_filtered_and_acknowledged_together(watched, client):
     (incident,) = client.incidents(alert="CollageEdqLow").events
     assert incident.acknowledged_by == "server-token"
     assert client.incidents(alert="CollageEdqDrop").events[0].acknowledged_by is None
+    said = page.locator("#incidents-undo", has_text="Acknowledged 1 incident. ")
+    assert serious_violations(page, 1440) == []
+    said.get_by_role("button", name="Undo").press("Enter")
+    page.get_by_role("button", name="Acknowledge it").wait_for()
+    page.locator("#incidents-undo:empty").wait_for(state="attached")
+    assert client.incidents(alert="CollageEdqLow").events[0].acknowledged_by is None
     page.go_back()
     until(lambda: rows.count() >= 3, "all incidents again")
     page.goto(f"{watched.url}/incidents?severity=info")

@@ -153,4 +153,4 @@ def test_the_head_says_state_source_and_who_takes_care(more, said_beside, said_b
         top = head(incident)
     assert said_below in text(top)
     button = next(part for part in components(top) if getattr(part, "id", None) == "incident-acknowledge")
-    assert button.disabled is ("acknowledged_by" in more)
+    assert button.children == ("Undo acknowledgement" if "acknowledged_by" in more else "Acknowledge")

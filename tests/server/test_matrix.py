@@ -71,6 +71,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "GET /api/v1/events/{incident_id}": READERS,
     "POST /api/v1/runs/{run_id}/notes": {"operate", "admin"},
     "POST /api/v1/events/{incident_id}/acknowledge": {"operate", "admin"},
+    "DELETE /api/v1/events/{incident_id}/acknowledge": {"operate", "admin"},
     "GET /api/v1/silences": READERS,
     "POST /api/v1/silences": {"operate", "admin"},
     "POST /api/v1/alerts/test": {"admin"},

@@ -24,7 +24,7 @@ from collage_dashboard.components import (
 from collage_dashboard.incident_evidence import STEPS_AFTER_ALERT, read_incident_evidence
 from collage_dashboard.navigation import or_later
 from collage_dashboard.number_downloads import frame_of, pandas_note
-from collage_dashboard.pages.incident_content import body, head
+from collage_dashboard.pages.incident_content import UNDO, body, head
 from collage_dashboard.server_reader import Problem, Reader, explain
 from collage_dashboard.view import View, run_address
 from collage_monitor import wire
@@ -133,6 +133,7 @@ def _register_writing(app: dash.Dash, reader: Reader) -> None:
         State("incident-note", "value"),
         State("incident-shown", "data"),
         State("incident-written", "data"),
+        State("incident-acknowledge", "children"),
         prevent_initial_call=True,
     )
     def write(
@@ -142,14 +143,16 @@ def _register_writing(app: dash.Dash, reader: Reader) -> None:
         note: str | None,
         shown: str,
         written: int | None,
+        label: str,
     ) -> tuple[Any, ...]:
-        """Acknowledge, or add a note: the server decides whether this token may."""
+        """Acknowledge or take that back, as the button said, or add a note: the server decides whether this token
+        may."""
         text = (note or "").strip()
         try:
             if dash.ctx.triggered_id == "incident-acknowledge":
                 if not acknowledged:
                     raise dash.exceptions.PreventUpdate
-                reader.ask(lambda client: client.acknowledge(shown))
+                reader.ask(lambda client: client.acknowledge(shown, undo=label == UNDO))
                 return (written or 0) + 1, None, no_update
             if not text or not (added or submitted):
                 raise dash.exceptions.PreventUpdate

@@ -27,8 +27,9 @@ from collage_monitor.diagnosis.causes import Breach, CauseVerdict, IncidentEvide
 from collage_monitor.number_text import UNDEFINED, count, share_text, value_text
 from collage_monitor.onset import describe as describe_onset
 
-__all__ = ["badges", "body", "duration_of", "head"]
+__all__ = ["UNDO", "badges", "body", "duration_of", "head"]
 
+UNDO: Final = "Undo acknowledgement"
 _SEVERITIES: Final = {"info": "blue", "warning": "orange", "critical": "red"}
 _KINDS: Final = {
     "attempt": "Attempt",
@@ -90,9 +91,7 @@ def head(incident: wire.Incident) -> html.Div:
     at = f" at step {count(incident.step)}" if incident.step is not None else ""
     source = "this server's evaluation" if incident.source == "server" else "Alertmanager"
     taken = incident.acknowledged_at is not None
-    acknowledge = dmc.Button(
-        "Acknowledged" if taken else "Acknowledge", id="incident-acknowledge", disabled=taken, color="#1864ab"
-    )
+    acknowledge = dmc.Button(UNDO if taken else "Acknowledge", id="incident-acknowledge", color="#1864ab")
     return html.Div(
         [
             html.Div(

@@ -27,7 +27,7 @@ from collage_dashboard.components import (
     refusal,
 )
 from collage_dashboard.descriptions import describe
-from collage_dashboard.navigation import Choice, register_choices, view_of, view_stores
+from collage_dashboard.navigation import Choice, pressed_button, register_choices, view_of, view_stores
 from collage_dashboard.number_downloads import pandas_note
 from collage_dashboard.pages.incident_content import badges, duration_of
 from collage_dashboard.server_reader import Reader, explain
@@ -78,6 +78,7 @@ def layout(view: View, reader: Reader) -> html.Div:
                 className="filters",
             ),
             html.Div(id="incidents-alert"),
+            html.Div(id="incidents-undo", role="status", className="crumbs"),
             html.Div(_content(found, names, view), id="incidents-content"),
             pandas_note(reader, "pandas.json_normalize(msgspec.to_builtins(client.incidents().events))"),
         ],
@@ -113,20 +114,31 @@ def register(app: dash.Dash, reader: Reader) -> None:
     @app.callback(
         Output("incidents-alert", "children", allow_duplicate=True),
         Output("tick", "data", allow_duplicate=True),
+        Output("incidents-undo", "children"),
         Input({"type": "acknowledge-all", "index": ALL}, "n_clicks"),
         State("incidents-revision", "data"),
         prevent_initial_call=True,
     )
-    def acknowledge(clicks: list[int | None], shown: list[list[Any]] | None) -> tuple[Any, Any]:
-        """Take care of every open incident that is shown: the server decides whether this token may."""
-        if not any(clicks):
-            raise dash.exceptions.PreventUpdate
+    def acknowledge(_clicks: Any, shown: list[list[Any]] | None) -> tuple[Any, ...]:
+        """Take care of every open incident that is shown, or take that back of those that the button names: the
+        server decides whether this token may."""
+        named = pressed_button()["index"].split()
         untaken = [one for one, state, taken, _ in shown or () if state == "firing" and taken is None]
         try:
-            reader.ask(lambda client: [client.acknowledge(one) for one in untaken])
+            reader.ask(lambda client: [client.acknowledge(one, undo=bool(named)) for one in named or untaken])
         except CollageError as error:
-            return refusal(error), no_update
-        return None, f"acknowledged {time.time()}"
+            return refusal(error), no_update, no_update
+        said = None if named else [f"Acknowledged {_count(untaken)}. ", _take(" ".join(untaken), "Undo")]
+        return None, f"acknowledged {time.time()}", said
+
+
+def _take(index: str, said: str) -> html.Button:
+    """Acknowledges all that is shown, or takes that back of the incidents that `index` names."""
+    return html.Button(said, id={"type": "acknowledge-all", "index": index}, className="textual")
+
+
+def _count(incidents: Sequence[Any]) -> str:
+    return f"{len(incidents)} incident{'' if len(incidents) == 1 else 's'}"
 
 
 def _questions(view: View) -> list[Any]:
@@ -185,11 +197,7 @@ def _content(found: Sequence[wire.IncidentPage], names: Mapping[str, str], view:
     firing = [one for one in shown if one.state == "firing"]
     ended = [one for one in shown if one.state != "firing"]
     untaken = sum(one.acknowledged_by is None for one in firing)
-    take = html.Button(
-        f"Acknowledge {'it' if untaken == 1 else f'all {untaken}'}",
-        id={"type": "acknowledge-all", "index": 0},
-        className="textual",
-    )
+    take = _take("", f"Acknowledge {'it' if untaken == 1 else f'all {untaken}'}")
     said: list[Any] = [f"{_at_a_glance(view, firing, ended)} ", *([take] if untaken else [])]
     parts: list[Any] = [html.Div(said, className="headline", role="status")]
     more = any(part.cursor for part in found)
@@ -201,8 +209,8 @@ def _content(found: Sequence[wire.IncidentPage], names: Mapping[str, str], view:
 
 def _at_a_glance(view: View, firing: Sequence[wire.Incident], ended: Sequence[wire.Incident]) -> str:
     """'2 incidents open. 5 fired in the last 12 hours, 3 of them have ended.' Only of states that are shown."""
-    count, since = len(firing), time.time() - 3600 * _GLANCE_HOURS
-    said = "No incident is open." if not count else f"{count} incident{'' if count == 1 else 's'} open."
+    since = time.time() - 3600 * _GLANCE_HOURS
+    said = f"{_count(firing)} open." if firing else "No incident is open."
     over = sum(one.started_at > since for one in ended)
     recent = over + sum(one.started_at > since for one in firing)
     fired = f"{recent or 'None'} fired in the last {_GLANCE_HOURS} hours"

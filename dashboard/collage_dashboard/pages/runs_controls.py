@@ -12,7 +12,7 @@ import dash_mantine_components as dmc
 from dash import ALL, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import filter_select, refusal, tags_of
-from collage_dashboard.navigation import Choice, choices, clientside, register_choices, view_of
+from collage_dashboard.navigation import Choice, choices, clientside, pressed_button, register_choices, view_of
 from collage_dashboard.pages.runs_content import USUAL, columns, compare_link, shown_columns
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
@@ -202,7 +202,7 @@ def register_controls(app: dash.Dash, reader: Reader) -> None:
     def write(
         _clicks: Any, _deletes: Any, tags: list[str | None], picked: dict[str, str] | None
     ) -> tuple[Any, ...]:
-        pressed = _pressed()
+        pressed = pressed_button()
         pressed_delete = pressed["type"] == "picked-delete"
         action, *undone = ["delete"] if pressed_delete else pressed["index"].split("\n")
         named = tags_of(tags[0] or "") if tags and action == "tag" else []
@@ -242,7 +242,7 @@ def _register_views(app: dash.Dash, reader: Reader) -> None:
             if trigger == "runs-view-save":
                 return _save_view(reader, (name or "").strip(), search or "")
             if not isinstance(trigger, str):
-                project, named = _pressed()["index"].split("\n", 1)
+                project, named = pressed_button()["index"].split("\n", 1)
                 reader.ask(lambda client: client.delete_view(project, named))
             return _listed(reader.ask(lambda client: client.views()))
         except CollageError as error:
@@ -271,18 +271,6 @@ def _listed(views: Sequence[wire.SavedView]) -> Any:
         named: dict[str, Any] = {"aria-label": f"Delete the view {view.name}"}
         entries.append(html.Li([link, html.Button("×", id=own, className="textual", **named)]))
     return html.Ul(entries)
-
-
-def _pressed() -> dict[str, Any]:
-    """The button that was pressed.
-
-    Raises:
-        PreventUpdate: buttons came or went, and none was pressed.
-    """
-    trigger = dash.ctx.triggered_id
-    if not isinstance(trigger, dict) or not dash.ctx.triggered[0]["value"]:
-        raise dash.exceptions.PreventUpdate
-    return trigger
 
 
 def _action(action: str, said: str = "") -> html.Button:

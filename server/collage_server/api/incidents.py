@@ -78,9 +78,18 @@ def firing_of_run(request: Request, run_id: Id) -> Response:
 @router.post("/events/{incident_id}/acknowledge", **describes(wire.Incident))
 def acknowledge(request: Request, incident_id: Id) -> Response:
     """Acknowledge an incident: you take care of it. The first acknowledgement stays."""
-    app_state, principal = app_state_of(request), principal_of(request)
-    now = app_state.clock()
-    return answer(app_state.store.incidents.acknowledge(incident_id, principal.actor, now, principal.projects))
+    return _acknowledge(request, incident_id, principal_of(request).actor)
+
+
+@router.delete("/events/{incident_id}/acknowledge", **describes(wire.Incident))
+def take_acknowledgement_back(request: Request, incident_id: Id) -> Response:
+    """Take an incident's acknowledgement back, whoever made it."""
+    return _acknowledge(request, incident_id, None)
+
+
+def _acknowledge(request: Request, incident_id: str, by: str | None) -> Response:
+    app_state, projects = app_state_of(request), principal_of(request).projects
+    return answer(app_state.store.incidents.acknowledge(incident_id, by, app_state.clock(), projects))
 
 
 @router.post("/alerts/test", **describes(wire.TriedTargetList))

@@ -76,6 +76,7 @@ RULES: Final[Mapping[tuple[str, str], Capability]] = {
     ("GET", "/api/v1/events/{incident_id}"): "read",
     ("POST", "/api/v1/runs/{run_id}/notes"): "operate",
     ("POST", "/api/v1/events/{incident_id}/acknowledge"): "operate",
+    ("DELETE", "/api/v1/events/{incident_id}/acknowledge"): "operate",
     ("GET", "/api/v1/silences"): "read",
     ("POST", "/api/v1/silences"): "operate",
     ("GET", "/api/v1/tokens"): "admin",

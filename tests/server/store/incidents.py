@@ -102,6 +102,12 @@ class IncidentsContract:
         for incident_id, projects in ((own, ["other"]), ("unknown", None)):
             with pytest.raises(NotFound, match="GET /api/v1/events"):
                 store.incidents.acknowledge(incident_id, "eve", NOW, projects)
+            with pytest.raises(NotFound):
+                store.incidents.acknowledge(incident_id, None, NOW, projects)
+        back = store.incidents.acknowledge(own, None, NOW + 3, ["p"])
+        assert (back.acknowledged_by, back.acknowledged_at) == (None, None)
+        assert store.incidents.acknowledge(own, "bob", NOW + 4).acknowledged_by == "bob"
+        assert store.incidents.get(own, NOW + 4).acknowledged_at == NOW + 4
 
     def test_a_silence_covers_what_matches_until_it_ends(self, store):
         StoreContract.fill(store)

@@ -152,9 +152,9 @@ class IncidentStore:
             return _incident(row, _silences(connection, now))
 
     def acknowledge(
-        self, incident_id: str, by: str, now: float, projects: Collection[str] | None = None
+        self, incident_id: str, by: str | None, now: float, projects: Collection[str] | None = None
     ) -> wire.Incident:
-        """Note that somebody takes care of it; the first one stays.
+        """Note that somebody takes care of it; the first one stays. None takes that back.
 
         Raises:
             NotFound: there is no such incident in these projects (None: in any).
@@ -164,8 +164,9 @@ class IncidentStore:
             row = connection.execute(select(_INCIDENT).where(mine).with_for_update()).first()
             if row is None or (projects is not None and row.project not in projects):
                 raise _unknown(incident_id)
-            if row.acknowledged_at is None:
-                update_rows(connection, _INCIDENT, {"acknowledged_at": now, "acknowledged_by": by}, mine)
+            if by is None or row.acknowledged_at is None:
+                taken = {"acknowledged_at": None if by is None else now, "acknowledged_by": by}
+                update_rows(connection, _INCIDENT, taken, mine)
                 row = connection.execute(select(_INCIDENT).where(mine)).one()
             return _incident(row, _silences(connection, now))
 
