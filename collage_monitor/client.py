@@ -318,9 +318,14 @@ class Client(Connection):
         body = wire.encode_message(update, wire.JSON)
         return self.send("PATCH", f"/runs/{quoted(run_id)}", wire.Run, content=body, content_type=wire.JSON)
 
-    def delete_run(self, run_id: str) -> wire.Deleted:
-        """Delete a run for good."""
-        return self.send("DELETE", f"/runs/{quoted(run_id)}", wire.Deleted)
+    def delete_run(self, run_id: str, *, undo_seconds: int = 0) -> wire.Deleted:
+        """Delete a run for good; with `undo_seconds`, `restore_run` may undo it for so long."""
+        query = {"undo_seconds": undo_seconds or None}
+        return self.send("DELETE", f"/runs/{quoted(run_id)}", wire.Deleted, query=query)
+
+    def restore_run(self, run_id: str) -> wire.Run:
+        """Undo a deletion that was asked for with `undo_seconds`: the run is as it was."""
+        return self.send("POST", f"/runs/{quoted(run_id)}/restore", wire.Run)
 
     def create_token(self, create: wire.TokenCreate) -> wire.TokenCreated:
         """Make a token; its secret is in this answer and nowhere else. Needs an administrator's token."""

@@ -28,13 +28,13 @@ USUAL_FUNCTION, LONGEST_FUNCTION, USUAL_SHARE = 40, 100, 0.95
 SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
-    "collage_monitor": 15379,
+    "collage_monitor": 15385,
     "collage_agent": 24340,
     "collage_optim": 7063,
-    "collage_server": 26419,
-    "collage_dashboard": 10101,
-    "tests": 79240,
-    "words of pages": 51514,
+    "collage_server": 26595,
+    "collage_dashboard": 10105,
+    "tests": 79374,
+    "words of pages": 51562,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
 SLACK = 0.01

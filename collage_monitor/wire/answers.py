@@ -452,7 +452,8 @@ class TokenList(Struct, kw_only=True, frozen=True):
 
 
 class AuditLogEntry(Struct, kw_only=True, frozen=True):
-    """What somebody did that the audit log keeps: a token made or revoked, a session begun or ended, a run deleted.
+    """What somebody did that the audit log keeps: a token made or revoked, a session begun or ended, a run deleted
+    or restored.
 
     `actor` is a token_id, "server-token", "loopback", "host:USER" or "oidc-provider", `client` the address that
     asked.

@@ -236,6 +236,7 @@ class Maintenance(BackgroundThread):
         if self._audit_days is not None:
             audit_before = self._clock() - self._audit_days * _DAY_SECONDS
             self._repeat(lambda: self._store.expiry.expire_audit_log(audit_before) > 0)
+        self._store.runs.end_undo(self._clock())
         self._repeat(lambda: self._store.retention.purge(_SLICES))
         self._repeat(self._store.release_space)
 

@@ -8,6 +8,7 @@ import pytest
 from collage_monitor.client import Client
 from collage_monitor.number_text import value_text
 from tests.browser.test_comparison import tick
+from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.posting import post_run
 from tests.waiting import until
@@ -215,5 +216,12 @@ def test_picked_runs_are_tagged_archived_and_deleted_together(watched, client, s
     page.on("dialog", confirm)
     page.get_by_role("button", name="Delete", exact=True).click()
     page.locator("#runs-count", has_text="No run matches").wait_for()
-    assert asked == ["Delete old one, old two for good? Nothing brings them back."]
+    assert asked[0].startswith("Delete old one, old two, with all curves, notes and incidents? ")
     assert {row.name for row in client.run_table(q="old").rows} == set()
+    said = page.locator("#runs-undo", has_text="Deleted 2 runs.")
+    said.wait_for()
+    assert serious_violations(page, 1440) == []
+    said.get_by_role("button", name="Undo").press("Enter")
+    becomes(page, ["old one", "old two"])
+    assert client.run("run-old-one").tags == ["test", "done", "kept", "archived"]
+    page.locator("#runs-undo:empty").wait_for(state="attached")

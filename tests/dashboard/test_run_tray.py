@@ -64,14 +64,16 @@ def test_an_action_writes_to_the_picked_runs_that_it_changes(read, asked, action
         asked.clear()
         changed = _do(client, action, ["a", "b"], named)
         assert sorted(changed) == [entry.split()[1] for entry in written]
-        if action == "archive":
-            [back] = [part.id["index"] for part in components(undo(action, changed)) if getattr(part, "id", None)]
-            assert back == "unarchive\na", "b was archived before"
-        else:
-            assert (undo(action, changed) is None) == (action != "unarchive")
+        back = [part.id["index"] for part in components(undo(action, changed)) if getattr(part, "id", None)]
+        # b was archived before.
+        ways = {"archive": "unarchive\na", "unarchive": "archive\nb", "delete": "restore\na\nb"}
+        assert back == [ways[action]] if action in ways else not back
         found = [entry.replace("/api/v1/runs/", "") for entry in asked if not entry.startswith("GET ")]
         assert sorted(found) == written
         assert tags_now(client) == {**left, "c": []}
+        if action == "delete":
+            assert _do(client, "restore", ["a", "b"], []) == ["a", "b"]
+            assert tags_now(client) == {"a": ["x"], "b": ["archived"], "c": []}
 
 
 def test_more_runs_than_one_question_names_are_all_archived(read):
@@ -90,7 +92,8 @@ def test_the_tray_names_what_it_deletes_and_offers_a_baseline_to_one_run(count):
     assert kept + actions == ["pin", *["baseline"] * (count == 1), "tag", "archive", "unarchive"]
     message = next(part.message for part in components(parts) if hasattr(part, "message"))
     names = {1: "run 0", 2: "run 0, run 1", 5: "run 0, run 1, run 2 and 2 more"}
-    assert message == f"Delete {names[count]} for good? Nothing brings them back."
+    assert message.startswith(f"Delete {names[count]}, with all curves, notes and incidents? ")
+    assert message.endswith("You can undo it for 10 minutes.")
 
 
 def test_an_empty_tray_only_says_how_to_compare():

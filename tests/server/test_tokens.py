@@ -79,6 +79,7 @@ def test_who_did_what_stands_in_the_audit_log(guarded):
     guarded.clock.now += 5
     answer = guarded.ask("DELETE", "/api/v1/runs/r1", secret, **{"X-Request-Id": "req-7"})
     assert answer.status_code == 200
+    assert guarded.ask("POST", "/api/v1/runs/r1/restore", secret).status_code == 410, "nothing was kept"
     deleted, created = guarded.audit_log()
     assert (deleted.actor, deleted.action, deleted.subject, deleted.project) == (
         token.token_id,
@@ -89,6 +90,29 @@ def test_who_did_what_stands_in_the_audit_log(guarded):
     assert (deleted.request_id, deleted.time) == ("req-7", guarded.clock.now)
     assert (created.actor, created.action, created.subject) == ("server-token", "token.create", token.token_id)
     assert created.details == {"name": "night shift", "role": "operate", "projects": ["p"]}
+
+
+def test_a_deletion_is_undone_by_who_may_delete_and_both_stand_in_the_audit_log(guarded):
+    secret, token = guarded.token("operate", ["p"])
+    other, _ = guarded.token("operate", ["q"])
+    guarded.fill("p", "r1", secret)
+    before = guarded.ask("GET", "/api/v1/runs/r1", secret).json()
+    assert guarded.ask("DELETE", "/api/v1/runs/r1?undo_seconds=600", secret).status_code == 200
+    assert guarded.ask("GET", "/api/v1/runs/r1", secret).status_code == 410
+    guarded.app.state.collage.maintenance.once()
+    assert guarded.ask("POST", "/api/v1/runs/r1/restore", other).status_code in {403, 404}
+    guarded.clock.now += 599
+    for _ in range(2):
+        assert guarded.ask("POST", "/api/v1/runs/r1/restore", secret).json()["run_id"] == "r1"
+    assert guarded.ask("GET", "/api/v1/runs/r1", secret).json() == before | {"changed_at": 1_700_000_599.0}
+    acts = sorted((act.action, act.actor) for act in guarded.audit_log() if act.subject == "r1")
+    assert acts == [("run.delete", token.token_id), ("run.restore", token.token_id)], "a second time does nothing"
+    assert guarded.ask("DELETE", "/api/v1/runs/r1?undo_seconds=600", secret).status_code == 200
+    guarded.clock.now += 600
+    guarded.app.state.collage.maintenance.once()
+    answer = guarded.ask("POST", "/api/v1/runs/r1/restore", secret)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (410, "gone")
+    assert guarded.ask("DELETE", "/api/v1/runs/r1?undo_seconds=86401", secret).status_code == 422
 
 
 @pytest.mark.slow

@@ -36,6 +36,8 @@ __all__ = [
 _AT_ONCE: Final = 100
 """Runs that one question of the table names."""
 _MOST_NAMED: Final = 3
+_UNDO_SECONDS: Final = 600
+_BACK: Final = {"archive": "unarchive", "unarchive": "archive", "delete": "restore"}
 _STATES: Final = ("running", "finished", "failed", "stale")
 _LABELS: Final = {"health": "Verdict"}
 _ORDERS: Final = {
@@ -145,7 +147,8 @@ def tray(picked: Mapping[str, str]) -> Any:
             dcc.ConfirmDialogProvider(
                 html.Button("Delete", type="button", className="textual"),
                 id={"type": "picked-delete", "index": 0},
-                message=f"Delete {_named(picked)} for good? Nothing brings them back.",
+                message=f"Delete {_named(picked)}, with all curves, notes and incidents? What is still training "
+                f"sends no more. You can undo it for {_UNDO_SECONDS // 60} minutes.",
             ),
         ],
         className="tray",
@@ -219,11 +222,10 @@ def register_controls(app: dash.Dash, reader: Reader) -> None:
 
 def undo(action: str, changed: Sequence[str]) -> Any:
     """What was done to these runs, and a way back; nothing of what has none, or changed none."""
-    back = {"archive": "unarchive", "unarchive": "archive"}.get(action)
-    if back is None or not changed:
+    if action not in _BACK or not changed:
         return None
     runs = "1 run" if len(changed) == 1 else f"{len(changed):,} runs"
-    return [f"{action.capitalize()}d {runs}. ", _action("\n".join([back, *changed]), "Undo")]
+    return [f"{action.capitalize()}d {runs}. ", _action("\n".join([_BACK[action], *changed]), "Undo")]
 
 
 def _register_views(app: dash.Dash, reader: Reader) -> None:
@@ -290,7 +292,9 @@ def _do(client: Client, action: str, run_ids: Sequence[str], tags: Sequence[str]
     refused."""
     changed = []
     if action == "delete":
-        return [client.delete_run(run_id).run_id for run_id in run_ids]
+        return [client.delete_run(run_id, undo_seconds=_UNDO_SECONDS).run_id for run_id in run_ids]
+    if action == "restore":
+        return [client.restore_run(run_id).run_id for run_id in run_ids]
     for row in _rows(client, run_ids):
         kept = [tag for tag in row.tags if action != "unarchive" or tag != ARCHIVED]
         added = [ARCHIVED] if action == "archive" else tags

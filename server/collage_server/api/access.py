@@ -78,7 +78,8 @@ def audit(
     cursor: Annotated[str | None, Query(max_length=512)] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Response:
-    """A page of the audit log, newest first: tokens made and revoked, sessions begun and ended, runs deleted."""
+    """A page of the audit log, newest first: tokens made and revoked, sessions begun and ended, runs deleted and
+    restored."""
     return answer(app_state_of(request).store.access.audit_log(cursor, limit))
 
 

@@ -1,4 +1,4 @@
-"""Runs: create or resume, read, ask where one stands, change, delete.
+"""Runs: create or resume, read, ask where one stands, change, delete, bring back.
 
 `store/runs/run_store.py` and `run_changes.py` do it. Creating is idempotent, because agents send it twice; that is
 fixed.
@@ -126,21 +126,32 @@ async def update_run(request: Request, run_id: Id) -> Response:
 
 
 @router.delete("/runs/{run_id}", **describes(wire.Deleted))
-def delete_run(request: Request, run_id: Id) -> Response:
-    """Delete a run for good; its id answers 410 from now on."""
+def delete_run(request: Request, run_id: Id, undo_seconds: Annotated[int, Query(ge=0, le=86_400)] = 0) -> Response:
+    """Delete a run: its id answers 410 from now on. For `undo_seconds` its data is kept, to be restored.
+
+    A training that reports meanwhile is answered 410, too, and ends its reports.
+    """
     app_state = app_state_of(request)
     project, now = app_state.store.runs.get(run_id).project, app_state.clock()
-    entry = new_audit_log_entry(
-        now,
-        principal_of(request).actor,
-        "run.delete",
-        run_id,
-        project=project,
-        **audit_fields(request),
-    )
-    app_state.store.runs.delete(run_id, now, [entry])
+    entry = _audited(request, now, "run.delete", run_id, project)
+    app_state.store.runs.delete(run_id, now, [entry], undo_seconds=undo_seconds)
     app_state.registry.forget_run(run_id)
     return answer(wire.Deleted(run_id=run_id))
+
+
+@router.post("/runs/{run_id}/restore", **describes(wire.Run))
+def restore_run(request: Request, run_id: Id) -> Response:
+    """Undo a deletion within its `undo_seconds`: the run is as it was. 410 afterwards."""
+    app_state = app_state_of(request)
+    now, project = app_state.clock(), app_state.store.access.project_of(run_id)
+    entry = _audited(request, now, "run.restore", run_id, project)
+    record = app_state.store.runs.restore(run_id, now, app_state.quotas.check, [entry])
+    return answer(_answer(app_state, record, principal_of(request)))
+
+
+def _audited(request: Request, now: float, action: str, run_id: str, project: str | None) -> wire.AuditLogEntry:
+    actor = principal_of(request).actor
+    return new_audit_log_entry(now, actor, action, run_id, project=project, **audit_fields(request))
 
 
 @router.get("/runs/{run_id}/latest", **describes(wire.Latest))

@@ -53,6 +53,7 @@ RULES: Final[Mapping[tuple[str, str], Capability]] = {
     ("GET", "/api/v1/runs/{run_id}/alerts"): "any",
     ("PATCH", "/api/v1/runs/{run_id}"): "ingest",
     ("DELETE", "/api/v1/runs/{run_id}"): "operate",
+    ("POST", "/api/v1/runs/{run_id}/restore"): "operate",
     ("GET", "/api/v1/runs"): "read",
     ("GET", "/api/v1/runs/{run_id}"): "read",
     ("GET", "/api/v1/runs/{run_id}/overview"): "read",

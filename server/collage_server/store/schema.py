@@ -452,8 +452,13 @@ deleted_run: Final = Table(
     Column("run_id", _ID, primary_key=True),
     Column("project", _NAME, nullable=False),
     Column("deleted_at", Double, nullable=False),
+    Column("kept_until", Double),
+    Column("kept", LargeBinary),
 )
-"""Tombstones: a deleted run's id answers 410 for good."""
+"""Tombstones: a deleted run's id answers 410 for good.
+
+`kept`, while the deletion can be undone: the rows that went with the run, as msgpack behind a check; its journal
+and chunks stay in their tables. After `kept_until` maintenance makes both null, and the rest goes."""
 
 
 def _on_postgresql(table: Table, statement: str) -> None:

@@ -30,7 +30,7 @@ _LONGEST_ID: Final = 64
 _LOG: Final = logging.getLogger("collage_server.requests")
 _GOING_DOWN: Final = Busy("the server is going down; send this request again later", retry_after_seconds=1)
 _STORES_NOTHING_NEW: Final = ("GET", "HEAD", "OPTIONS", "PATCH", "DELETE")
-_SMALL: Final = ("/acknowledge", "/sign-in", "/sessions", "/sign-out", "/back-channel-log-out")
+_SMALL: Final = ("/acknowledge", "/restore", "/sign-in", "/sessions", "/sign-out", "/back-channel-log-out")
 """What people need to see why a disk is full: a row each at most, and sessions that are over go."""
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from collage_server.errors import Conflict, Gone, NotFound, Unprocessable
-from collage_server.store import READERS, GroupQuery, ReportGroup, RunQuery, Selection, TableQuery
+from collage_server.errors import Conflict, Damaged, Gone, NotFound, Unprocessable
+from collage_server.store import READERS, GroupQuery, ReportGroup, RunQuery, Selection, TableQuery, schema
 from collage_server.store.journal import stream_store
 from collage_server.store.records import CONNECTIONS, stream_record
 from collage_server.store.sealing.seal_plan import SealLimits
 from collage_server.summariser import keep_overview
+from sqlalchemy import select, update
 
 from collage_monitor import metrics, wire
 from tests.server.reads import due_runs, evaluate_due, latest_point, layer_points, model_points, scalar_points
@@ -188,6 +189,71 @@ class StoreContract:
         outcome = self.append(store, stream, report(1, 20))
         assert (outcome.gone, outcome.accepted, outcome.duplicates) == (True, 0, 0)
         assert [run.run_id for run in store.runs.page(RunQuery(), NOW, 600.0).runs] == ["r2"]
+
+    def test_a_deletion_can_be_undone_until_its_time_is_over(self, store):
+        """What was accepted before is there again, and a duplicate if it is sent again; what came meanwhile was
+        refused, and may be sent again."""
+        stream = self.fill(store)
+        create = wire.RunCreate(run_id="r1", tags=["kept"], notes="of ours", config={"lr": 0.1})
+        store.runs.create("p", create, NOW + 1)
+        self.append(store, stream, report(0, 10), report(1, 20))
+        before, points = store.runs.get("r1"), model_points(store, "r1", None, ALL)
+        store.runs.delete("r1", NOW + 2, undo_seconds=60.0)
+        with pytest.raises(Gone):
+            store.runs.create("p", wire.RunCreate(run_id="r1"), NOW + 3)
+        assert self.append(store, stream, report(2, 30)).gone
+        assert store.runs.page(RunQuery(), NOW, 600.0).runs == []
+        store.runs.end_undo(NOW + 61)
+        assert not store.retention.purge(9), "nothing goes meanwhile"
+        for moment in (61, 62):
+            found = store.runs.restore("r1", NOW + moment)
+            # Kept answers are out of date; a second time changes nothing.
+            assert found == msgspec.structs.replace(before, changed_at=NOW + 61)
+        np.testing.assert_equal(vars(store.streams.stream_record("s0")), vars(stream))
+        again = model_points(store, "r1", None, ALL)
+        assert again.steps.tolist() == points.steps.tolist() == [10, 20]
+        outcome = self.append(store, stream, report(1, 20), report(2, 30))
+        assert (outcome.gone, outcome.accepted, outcome.duplicates) == (False, 1, 1)
+
+    @pytest.mark.parametrize("ended", [False, True])
+    def test_a_deletion_whose_time_is_over_is_for_good(self, store, ended):
+        stream = self.fill(store)
+        self.append(store, stream, report(0, 10))
+        store.runs.delete("r1", NOW, undo_seconds=60.0)
+        if ended:
+            store.runs.end_undo(NOW + 60)
+        with pytest.raises(Gone, match="'r1' was deleted for good"):
+            store.runs.restore("r1", NOW + 60)
+        store.runs.end_undo(NOW + 60)
+        while store.retention.purge(9):
+            pass
+        with store.reading() as connection:
+            for table in (schema.report, schema.point_chunk):
+                assert connection.execute(table.select().where(table.c.run_id == "r1")).first() is None
+
+    def test_only_what_was_deleted_and_is_whole_comes_back_and_only_within_quotas(self, store):
+        self.fill(store)
+        store.runs.delete("r1", NOW)
+        for run_id, error in (("r1", Gone), ("never", NotFound)):
+            with pytest.raises(error):
+                store.runs.restore(run_id, NOW)
+        self.fill(store, "r2", "s1")
+        store.runs.delete("r2", NOW, undo_seconds=60.0)
+
+        def refuse(project, what, added, count):
+            raise Unprocessable(f"{project} would hold {count()} {what}, {added} more")
+
+        with pytest.raises(Unprocessable, match="p would hold 1 runs, 1 more"):
+            store.runs.restore("r2", NOW, refuse)
+        tomb = schema.deleted_run
+        with store.writing() as connection:
+            kept = connection.execute(select(tomb.c.kept).where(tomb.c.run_id == "r2")).scalar_one()
+            flipped = bytes([*kept[:-1], kept[-1] ^ 1])
+            connection.execute(update(tomb).where(tomb.c.run_id == "r2").values(kept=flipped))
+        with pytest.raises(Damaged, match="run r2: what its deletion kept is damaged"):
+            store.runs.restore("r2", NOW)
+        with pytest.raises(Gone):
+            store.runs.get("r2")
 
     def test_a_gone_group_does_not_fail_its_neighbours(self, store):
         gone, kept = self.fill(store), self.fill(store, "r2", "s1")

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -169,6 +169,32 @@ class StoreMachine(RuleBasedStateMachine):
         while self.store.retention.purge(10):
             pass
         self.create(world, parts)
+
+    @rule(restarted=st.booleans())
+    def delete_and_undo(self, restarted):
+        """Gone meanwhile for whoever seals, expires, purges, sweeps, reads or reports; then it is as it was."""
+        run_id = self.run.run_id
+        before = self.store.runs.get(run_id)
+        stream = self.store.streams.stream_record(self.run.streams[-1].stream_id)
+        self.store.runs.delete(run_id, NOW, undo_seconds=60.0)
+        if restarted:
+            self.restart(finished=False)
+        for work in (
+            lambda: self.store.sealing.seal(run_id, NOW, journal_full=True),
+            lambda: model_points(self.store, run_id, None, Selection()),
+            lambda: self.store.runs.create("p", wire.RunCreate(run_id=run_id), NOW),
+        ):
+            with pytest.raises(Gone):
+                work()
+        with suppress(Gone):
+            assert not self.store.retention.expire(run_id, {1: NOW + 1e9, 16: NOW + 1e9})
+        assert self.store.journal.append([ReportGroup(stream, [report(10**6, 10**6)])], NOW)[0].gone
+        self.store.runs.end_undo(NOW + 59)
+        while self.store.retention.purge(10):
+            pass
+        self.sweep()
+        found = self.store.runs.restore(run_id, NOW + 59)
+        assert found == msgspec.structs.replace(before, changed_at=NOW + 59)
 
     @rule(
         points=st.sampled_from([None, None, 1, 2, 4]),

@@ -132,6 +132,7 @@ def test_a_row_that_an_older_server_changes_beside_this_one_is_not_taken_for_dam
     """It goes on while the schema gets checksums, and it knows none: what it changes has none either."""
     held = {table.name for table in schema.metadata.sorted_tables if "checks" in table.c} - {"numbered_export"}
     columns = [(name, "checks") for name in sorted(held)]
+    columns += [("deleted_run", name) for name in ("kept_until", "kept")]
     columns += [("report", "step_check"), *(("segment", name) for name in ("digest", "checked_at", "problem"))]
     with store.engine.begin() as connection:
         for table, column in columns:

@@ -251,6 +251,8 @@ def test_rows_of_servers_without_checksums_are_read(store):
         for column in ("digest", "checks", "checked_at", "problem"):
             connection.execute(f"ALTER TABLE segment DROP COLUMN {column}")
         connection.execute("DROP TABLE numbered_export")
+        for column in ("kept_until", "kept"):
+            connection.execute(f"ALTER TABLE deleted_run DROP COLUMN {column}")
         connection.execute("UPDATE alembic_version SET version_num = 'r0011'")
     store.open()
     assert questions(store) == before

@@ -1,4 +1,4 @@
-"""Changes of a run: it is created or resumed, renamed, tagged, ended, within its project's quotas.
+"""Changes of a run: created or resumed, renamed, tagged, ended, deleted, brought back; within its project's quotas.
 
 `run_store.py` calls it inside a transaction. Any change raises `changed_at`, by which kept answers are found out of
 date.
@@ -7,21 +7,34 @@ date.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, Literal
 
-from sqlalchemy import Connection, Select, delete, func, insert, select
+import msgspec
+from sqlalchemy import Connection, Row, Select, delete, func, insert, select, update
 
 from collage_monitor import wire
-from collage_server.errors import Conflict, NotFound
-from collage_server.store import schema
-from collage_server.store.row_checks import update_rows
-from collage_server.store.row_helpers import missing_run, require_run, to_json
+from collage_server.errors import Conflict, Gone, NotFound
+from collage_server.memory_budget import held_rows
+from collage_server.store import schema, server_tables
+from collage_server.store.row_checks import chunk_check, damaged_rows, is_whole, update_rows
+from collage_server.store.row_crc import CRC_BYTES
+from collage_server.store.row_helpers import insert_into, missing_run, require_run, to_json
 from collage_server.store.runs.configurations import configuration_of
 from collage_server.store.runs.reported_state import LAST_SIGN_OF_LIFE
 
-__all__ = ["QuotaCheck", "QuotaName", "check_quotas", "create_run", "note_change", "update_run"]
+__all__ = [
+    "QuotaCheck",
+    "QuotaName",
+    "bury_run",
+    "check_quotas",
+    "create_run",
+    "dig_up_run",
+    "forget_kept",
+    "note_change",
+    "update_run",
+]
 
 QuotaName = Literal["runs", "tags"]
 QuotaCheck = Callable[[str, QuotaName, int, Callable[[], int]], None]
@@ -29,6 +42,24 @@ QuotaCheck = Callable[[str, QuotaName, int, Callable[[], int]], None]
 undoes the change. It need not count: the more a project has, the longer that takes."""
 
 _RUN: Final = schema.run
+_TOMB: Final = schema.deleted_run
+_OWNED: Final = (
+    schema.entry,
+    schema.numbered_export,
+    schema.run_latest,
+    schema.run_summary,
+    schema.event,
+    server_tables.incident,
+    server_tables.silence,
+    schema.replica_mismatch,
+    schema.layer,
+    schema.measured_attempt,
+    schema.attempt,
+    schema.run_tag,
+    schema.run,
+)
+_ROW_BYTES: Final = 2048
+"""What a row takes as objects and as msgpack, beside three times its texts and bytes."""
 
 
 def check_quotas(connection: Connection, project: str, check: QuotaCheck, *, runs: int, tags: int) -> None:
@@ -160,3 +191,79 @@ def _set_tags(connection: Connection, run_id: str, tags: Sequence[str]) -> None:
     rows = [{"run_id": run_id, "tag": tag, "position": i} for i, tag in enumerate(dict.fromkeys(tags))]
     if rows:
         connection.execute(insert(schema.run_tag), rows)
+
+
+def bury_run(connection: Connection, run_id: str, project: str, now: float, undo_seconds: float) -> None:
+    """Put a tombstone in the place of a run's rows without journal and chunks; it keeps them for `undo_seconds`.
+
+    The caller has locked the run.
+    """
+    until, kept = (now + undo_seconds, _rows_of(connection, run_id)) if undo_seconds else (None, None)
+    for table in _OWNED:
+        connection.execute(delete(table).where(table.c.run_id == run_id))
+    tomb = {"run_id": run_id, "project": project, "deleted_at": now, "kept_until": until, "kept": kept}
+    connection.execute(insert(_TOMB).values(tomb))
+    if kept is None:
+        _empty_streams(connection, run_id)
+
+
+def dig_up_run(connection: Connection, run_id: str, now: float) -> None:
+    """Put the rows of a deleted run back, as they were, under another revision; nothing where it is there.
+
+    Raises:
+        Gone: its tombstone does not keep them, or not any more.
+        Damaged: what it keeps was changed on the disk.
+    """
+    mine = _TOMB.c.run_id == run_id
+    tomb = connection.execute(select(_TOMB).where(mine).with_for_update()).first()
+    if tomb is None:
+        require_run(connection, run_id)
+        return
+    if tomb.kept is None or tomb.kept_until <= now:
+        raise Gone(f"run {run_id!r} was deleted for good, nothing brings it back; start a new run", field="run_id")
+    check, content = tomb.kept[:CRC_BYTES], tomb.kept[CRC_BYTES:]
+    if not is_whole(check, run_id, content):
+        raise damaged_rows(run_id, "what its deletion kept")
+    kept = msgspec.msgpack.decode(content)
+    for table in _OWNED:
+        names, rows = kept[table.name]
+        if rows:
+            # What came meanwhile stays: the same alert of another source.
+            statement = insert_into(connection, table).on_conflict_do_nothing()
+            connection.execute(statement, [dict(zip(names, row, strict=True)) for row in rows])
+    connection.execute(delete(_TOMB).where(mine))
+    note_change(connection, run_id, now)
+
+
+def forget_kept(connection: Connection, run_id: str, now: float) -> bool:
+    """Keep nothing of a deleted run whose deletion can be undone no longer; False where nothing was kept."""
+    over = (_TOMB.c.run_id == run_id, _TOMB.c.kept_until <= now)
+    gone = connection.execute(update(_TOMB).where(*over).values(kept=None, kept_until=None)).rowcount
+    if gone:
+        _empty_streams(connection, run_id)
+    return bool(gone)
+
+
+def _rows_of(connection: Connection, run_id: str) -> bytes:
+    """The rows of a run in `_OWNED`, by table, with a check before them."""
+    found = {}
+    for table in _OWNED:
+        rows = connection.execute(select(table).where(table.c.run_id == run_id))
+        found[table.name] = ([str(column.name) for column in table.c], [tuple(row) for row in _held(rows)])
+    content = msgspec.msgpack.encode(found)
+    return chunk_check(run_id, content) + content
+
+
+def _held(rows: Any) -> Iterator[Row[Any]]:
+    return held_rows(
+        (row, _ROW_BYTES + 3 * sum(len(value) for value in row if isinstance(value, str | bytes))) for row in rows
+    )
+
+
+def _empty_streams(connection: Connection, run_id: str) -> None:
+    """Leave only what answers that the run is gone."""
+    emptied = {"statistics": "[]", "layers": b"", "elements": b"", "replicas": b"", "watch": None, "checks": None}
+    connection.execute(update(schema.stream).where(schema.stream.c.run_id == run_id).values(**emptied))
+    claim = schema.seal_claim.c.run_id
+    free = select(claim).where(claim == run_id).with_for_update(skip_locked=True)
+    connection.execute(delete(schema.seal_claim).where(claim.in_(free)))

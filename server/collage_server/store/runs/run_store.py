@@ -13,13 +13,13 @@ from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, Select, Table, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, func, or_, select
 from sqlalchemy.exc import IntegrityError
 
 from collage_monitor import wire
 from collage_server.errors import Unprocessable
 from collage_server.memory_budget import held_rows
-from collage_server.store import schema, server_tables
+from collage_server.store import schema
 from collage_server.store.access.access_store import append_to_audit_log
 from collage_server.store.engine.database import Database
 from collage_server.store.records import (
@@ -40,7 +40,15 @@ from collage_server.store.row_helpers import (
     require_runs,
 )
 from collage_server.store.runs.reported_state import LAST_SIGN_OF_LIFE, TRAINING_REPORTED_AT, reported_state
-from collage_server.store.runs.run_changes import QuotaCheck, check_quotas, create_run, update_run
+from collage_server.store.runs.run_changes import (
+    QuotaCheck,
+    bury_run,
+    check_quotas,
+    create_run,
+    dig_up_run,
+    forget_kept,
+    update_run,
+)
 
 __all__ = [
     "CheckedPart",
@@ -64,21 +72,6 @@ _RECORD_BYTES: Final = 8192
 _CONFIG_GROWTH: Final = 8
 """How much more JSON takes as objects, and encoded again."""
 _AS_STORED: Final = [column.name for column in _RUN.c if column.name not in {"config", "updated_at", "checks"}]
-_OWNED: Final = (
-    schema.entry,
-    schema.numbered_export,
-    schema.run_latest,
-    schema.run_summary,
-    schema.event,
-    server_tables.incident,
-    server_tables.silence,
-    schema.replica_mismatch,
-    schema.layer,
-    schema.measured_attempt,
-    schema.attempt,
-    schema.run_tag,
-    schema.run,
-)
 
 
 class RunStore:
@@ -180,10 +173,18 @@ class RunStore:
                 update_rows(connection, latest, {"last_report_at": now}, latest.c.last_report_at > future)
             return max(launched, found)
 
-    def delete(self, run_id: str, now: float, audit_entries: Sequence[wire.AuditLogEntry] = ()) -> None:
+    def delete(
+        self,
+        run_id: str,
+        now: float,
+        audit_entries: Sequence[wire.AuditLogEntry] = (),
+        *,
+        undo_seconds: float = 0.0,
+    ) -> None:
         """Make a run invisible: a tombstone stays, and its streams' ids, so that their reports answer 410.
 
-        `audit_entries` go to the audit log. Large data (journal, chunks) is removed afterwards, in slices.
+        `audit_entries` go to the audit log. Large data (journal, chunks) is removed afterwards, in slices, and only
+        once the time is over in which `restore` may undo it.
         """
         with self._database.freeing() as connection:
             project = connection.execute(
@@ -191,17 +192,52 @@ class RunStore:
             ).scalar()
             if project is None:
                 raise missing_run(connection, run_id)
-            for table in _OWNED:
-                connection.execute(delete(table).where(table.c.run_id == run_id))
-            emptied = {"statistics": "[]", "layers": b"", "elements": b"", "replicas": b"", "watch": None}
-            emptied |= {"checks": None}
-            connection.execute(update(schema.stream).where(schema.stream.c.run_id == run_id).values(**emptied))
-            claim = schema.seal_claim.c.run_id
-            free = select(claim).where(claim == run_id).with_for_update(skip_locked=True)
-            connection.execute(delete(schema.seal_claim).where(claim.in_(free)))
-            connection.execute(insert(schema.deleted_run).values(run_id=run_id, project=project, deleted_at=now))
+            bury_run(connection, run_id, project, now, undo_seconds)
             append_to_audit_log(connection, audit_entries)
-        self._begin_purge(run_id)
+        if not undo_seconds:
+            self._begin_purge(run_id)
+
+    def restore(
+        self,
+        run_id: str,
+        now: float,
+        check: QuotaCheck | None = None,
+        audit_entries: Sequence[wire.AuditLogEntry] = (),
+    ) -> RunRecord:
+        """Undo a deletion: the run is as it was. `check` may refuse what its project would then hold.
+
+        Raises:
+            Gone: the deletion cannot be undone, or not any more.
+            Damaged: what it kept was changed on the disk.
+        """
+        with self._database.freeing() as connection:
+            project = connection.execute(
+                select(schema.deleted_run.c.project).where(schema.deleted_run.c.run_id == run_id)
+            ).scalar()
+            if project is None:
+                require_run(connection, run_id)
+                return _read_run(connection, run_id)
+            if check is not None:
+                self._database.lock_project(connection, project)
+            dig_up_run(connection, run_id, now)
+            found = _read_run(connection, run_id)
+            if check is not None:
+                check_quotas(connection, project, check, runs=1, tags=len(found.tags))
+            append_to_audit_log(connection, audit_entries)
+            return found
+
+    def end_undo(self, now: float) -> None:
+        """Begin to remove the data of deleted runs that nobody brought back in time."""
+        for run_id in self._until(now):
+            with self._database.freeing() as connection:
+                if not forget_kept(connection, run_id, now):
+                    continue
+            self._begin_purge(run_id)
+
+    def _until(self, now: float) -> list[str]:
+        tomb = schema.deleted_run.c
+        with self._database.reading() as connection:
+            return list(connection.execute(select(tomb.run_id).where(tomb.kept_until <= now)).scalars())
 
 
 def _read_run(connection: Connection, run_id: str) -> RunRecord:

@@ -242,7 +242,7 @@ class Retention:
 def _deleted_runs_with_rows() -> Any:
     tomb = schema.deleted_run
     there = [exists().where(table.c.run_id == tomb.c.run_id) for table in (*_BULKY, schema.segment)]
-    return select(tomb.c.run_id).where(or_(*there))
+    return select(tomb.c.run_id).where(tomb.c.kept.is_(None), or_(*there))
 
 
 def _emptied(run_id: str) -> Any:
