@@ -50,7 +50,7 @@ __all__ = [
     "refresh_marker",
     "refresh_milliseconds",
     "refusal",
-    "report_link",
+    "share_links",
     "run_label",
     "save_buttons",
     "scale_control",
@@ -207,13 +207,19 @@ def over_steps(overview: wire.Overview | None) -> str:
     return f"over steps {overview.first_step:,} to {overview.last_step:,}"
 
 
-def report_link(run_ids: Sequence[str], left_out: int = 0) -> html.A:
-    """A link to one HTML file about these runs, to keep or send; left_out: the number of further requested runs."""
+def share_links(run_ids: Sequence[str], left_out: int = 0) -> list[Any]:
+    """A button that copies the page's address, and a link to one HTML file about these runs, to keep or send;
+    left_out: the number of further requested runs."""
     pairs = [("run", run_id) for run_id in run_ids] + ([("left_out", str(left_out))] if left_out else [])
     address = f"/report?{urlencode(pairs)}"
-    return html.A(
-        "Download report", href=address, download="", title="One HTML file, readable without server or network"
-    )
+    told = {"title": "One HTML file, readable without server or network"}
+    copies: dict[str, Any] = {"data-copies": "address"}
+    return [
+        html.Button("Copy link", type="button", className="textual", **copies),
+        html.Span(role="status"),
+        " · ",
+        html.A("Download report", href=address, download="", **told),
+    ]
 
 
 def embed_note(address: str, parts: Mapping[str, str]) -> html.Details:

@@ -6,6 +6,7 @@ import pytest
 
 from collage_monitor.client import Client
 from tests.browser.test_incidents import Overflowed
+from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun
 from tests.waiting import until
 
@@ -259,3 +260,21 @@ def test_a_view_is_saved_for_all_who_see_the_project_opened_and_deleted(watched,
     keyboard.reach("button", "Delete the view plus alone").press("Enter")
     page.get_by_text("No view is saved yet").wait_for()
     assert client.views() == []
+
+
+@pytest.mark.parametrize(
+    ("path", "clipboard"),
+    [("/run/run-plus?metric=edq_ratio&order=worst", True), ("/compare?run=run-plus&run=run-light", False)],
+)
+def test_a_link_to_what_is_shown_is_copied_by_the_keyboard(watched, path, clipboard):
+    page = watched.page
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    if not clipboard:  # As without TLS.
+        page.add_init_script("navigator.clipboard.writeText = () => Promise.reject(new Error('refused'))")
+    keyboard = arrived(watched, path)
+    page.get_by_role("button", name="Copy link").wait_for()
+    keyboard.reach("button", "Copy link", key="Shift+Tab").press("Enter")
+    page.locator(".crumbs [role=status]", has_text="copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == page.url
+    assert keyboard.on("button", "Copy link")
+    assert serious_violations(page, 1440) == []

@@ -241,6 +241,32 @@
   // Who signs out goes where the answer leads, although what the page still asks for is refused meanwhile.
   document.addEventListener("submit", (event) => (leaving = event.target.getAttribute("action") === "/sign-out"));
 
+  // The address says all that is shown.
+  document.addEventListener("click", async (event) => {
+    const button = event.target.closest && event.target.closest("[data-copies]");
+    if (!button) return;
+    const said = button.nextElementSibling;
+    said.textContent = (await copy(window.location.href)) ? " copied" : " Copy it from the address bar";
+    setTimeout(() => (said.textContent = ""), 5000);
+  });
+
+  async function copy(text) {
+    try {
+      await navigator.clipboard.writeText(text);
+      return true;
+    } catch {
+      // A page that did not come by TLS has no clipboard.
+      const place = Object.assign(document.createElement("textarea"), { value: text });
+      const before = document.activeElement;
+      document.body.append(place);
+      place.select();
+      const isCopied = document.execCommand("copy");
+      place.remove();
+      before.focus();
+      return isCopied;
+    }
+  }
+
   // Paused, a page asks only for what its reader chooses.
   document.addEventListener("click", (event) => {
     const button = event.target.closest && event.target.closest("#pause");

@@ -27,7 +27,7 @@ from collage_dashboard.components import (
     page,
     refresh_marker,
     refresh_milliseconds,
-    report_link,
+    share_links,
 )
 from collage_dashboard.figures.growth import Told, answer_for
 from collage_dashboard.figures.style import digest, empty_figure, strategy_colour
@@ -155,7 +155,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             *part("run-change", change, asked_of(view, revision, CHANGED_BY)),
             html.Div(marks_in_words(story.marks), id="run-marks"),
             html.Div(
-                [dcc.Link("Incidents", href=_incidents(run_id)), " · ", report_link([run_id])], className="crumbs"
+                [dcc.Link("Incidents", href=_incidents(run_id)), " · ", *share_links([run_id])], className="crumbs"
             ),
             pandas_note(reader, frame_of([run_id])),
             embed_note("".join(write_address(view)), _PARTS),

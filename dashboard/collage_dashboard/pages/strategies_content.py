@@ -21,10 +21,10 @@ from collage_dashboard.components import (
     judgement_sign,
     menu,
     notice,
-    report_link,
     run_label,
     save_buttons,
     select,
+    share_links,
     verdict_line,
 )
 from collage_dashboard.descriptions import describe, state_key
@@ -93,7 +93,7 @@ def advice(found: Recommendation, view: View, results: Sequence[StrategyResult])
     return html.Div(
         [
             html.Div([sentence, html.Div(why, className="actions")], className="answer"),
-            html.Div([*_treat(results), report_link(view.runs, view.left_out)], className="crumbs"),
+            html.Div([*_treat(results), *share_links(view.runs, view.left_out)], className="crumbs"),
         ]
     )
 
