@@ -212,7 +212,7 @@ def share_links(run_ids: Sequence[str], left_out: int = 0) -> list[Any]:
     left_out: the number of further requested runs."""
     pairs = [("run", run_id) for run_id in run_ids] + ([("left_out", str(left_out))] if left_out else [])
     address = f"/report?{urlencode(pairs)}"
-    told = {"title": "One HTML file, readable without server or network"}
+    told: dict[str, Any] = {"title": "One HTML file, readable without server or network"}
     copies: dict[str, Any] = {"data-copies": "address"}
     return [
         html.Button("Copy link", type="button", className="textual", **copies),

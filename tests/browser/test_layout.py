@@ -172,6 +172,8 @@ def test_names_verdicts_and_costs_are_read_whole_on_a_laptop(open_page, dashboar
         "loss",
         "lost_update_ratio",
         "edq_ratio",
+        "last_step",
+        "updated_at",
         "bytes_per_parameter",
         "tokens_per_second",
     ):

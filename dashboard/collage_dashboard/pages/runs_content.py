@@ -54,8 +54,13 @@ _NUMBERS: Final = {
 _OF_KIND: Final[dict[str, dict[str, Any]]] = {
     "word": _WORDS,
     "text": {**_WORDS, "editable": {"function": "params.data && !params.data.group"}},
-    "curve": {"cellRenderer": "TrendCell", "wrapHeaderText": True},
-    "time": {"valueFormatter": {"function": "minuteUtc(params.value)"}, "wrapHeaderText": True},
+    "curve": {"cellRenderer": "TrendCell", "wrapHeaderText": True, "width": 84},
+    "time": {
+        "valueFormatter": {"function": "minuteUtc(params.value)"},
+        "wrapHeaderText": True,
+        "cellClass": "wrapped",
+        "width": 92,
+    },
     **{
         kind: {
             "type": "rightAligned",
@@ -72,24 +77,23 @@ _OF_COLUMN: Final[dict[str, dict[str, Any]]] = {
     "name": {"cellRenderer": "RunCell", "minWidth": 200, "width": 250, "pinned": "left", "lockPosition": "left"},
     "health": {
         "cellRenderer": "JudgementCell",
-        "minWidth": 210,
+        "minWidth": 196,
         "flex": 1,
         "headerTooltip": "What is wrong in the run's recent past; the full sentence is below the table.",
     },
     "strategy": {
-        "width": 168,
+        "width": 162,
         "cellClass": "wrapped",
         "cellClassRules": {"disputed": "params.data && params.data.disputed"},
     },
-    "loss": {"width": 82, "headerTooltip": "The newest logged value."},
+    "loss": {"width": 74, "headerTooltip": "The newest logged value."},
     "lost_update_ratio": {"width": 78, "headerTooltip": _recent("lost_update_ratio")},
-    "edq_ratio": {"width": 72, "headerTooltip": _recent("edq_ratio")},
-    "tokens_per_second": {"width": 78},
+    "edq_ratio": {"width": 64, "headerTooltip": _recent("edq_ratio")},
+    "tokens_per_second": {"width": 74},
     "state": {"width": 76},
     "validation_loss": {"width": 88},
     "state_decrement_ratio": {"headerTooltip": _recent("state_decrement_ratio/exp_avg_sq")},
-    "last_step": {"width": 76, "headerTooltip": "The newest reported step."},
-    "updated_at": {"width": 140},
+    "last_step": {"width": 64, "headerTooltip": "The newest reported step."},
     "tags": {
         "width": 150,
         "headerTooltip": "Tags, separated by commas; put a tag that contains a comma in quotes. " + _HOW_TO_EDIT,
