@@ -231,7 +231,7 @@ _GAUGES: Final = {
     "collage_finding": (
         "A number that speaks against the run over its recent past, and the alert that it is; absent if fine."
     ),
-    "collage_worst_layer_edq_ratio": ("EDQ of the three worst layers; GET /api/v1/runs/RUN/worst names them."),
+    "collage_worst_layer_edq_ratio": ("EDQ of the three worst layers; the worst one's series has its name."),
 }
 """The families of runs, in their order on the page."""
 
@@ -278,7 +278,8 @@ class _RunGauges:
             if window is not None:
                 self._set("lost_window_ratio", _with(labels, "window", str(window[0])), window[1])
         for place, layer in enumerate(point.worst, start=1):
-            self._set("worst_layer_edq_ratio", _with(labels, "worst", str(place)), layer.value)
+            named = _with(labels, "layer", layer.layer) if place == 1 else labels
+            self._set("worst_layer_edq_ratio", _with(named, "worst", str(place)), layer.value)
 
     def samples(self) -> Iterable[list[Sample]]:
         """Those of each family of `_GAUGES`."""

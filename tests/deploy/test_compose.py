@@ -208,6 +208,15 @@ def test_every_query_of_grafana_s_dashboard_asks_for_what_is_exported(tmp_path):
     assert {name for query in grafana_queries() for name in names_of(query)} <= exported
 
 
+def test_the_worst_layer_is_named_in_grafana_with_no_more_series():
+    board = json.loads((ROOT / "server/deploy/grafana/dashboard.json").read_text())
+    [panel] = [panel for panel in board["panels"] if panel["title"] == "EDQ of the worst layer"]
+    assert panel["targets"][0]["legendFormat"] == "{{run}}: {{layer}}"
+    page = (ROOT / "tests/server/exposition.txt").read_text()
+    named = re.findall(r'^collage_worst_layer_edq_ratio\{(layer="[^"]+",)?.*worst="(\d)"\}', page, re.M)
+    assert named == [('layer="blocks.1.weight",', "1"), ("", "2"), ("", "3")]
+
+
 def test_grafana_draws_the_alerts_bounds_and_each_series_leads_to_its_run():
     board = json.loads((ROOT / "server/deploy/grafana/dashboard.json").read_text())
     bounds: dict[str, set[float]] = {}
