@@ -32,6 +32,7 @@ _DENSE: Final = 'model.apply(lambda module: setattr(module, "sparse", False))'
 _ITS_WEIGHTS: Final = (
     '[setattr(own, "data", own.float()) for group in optimizer.param_groups for own in group["params"]]'
 )
+_RELEASED: Final = "; remove the hooks that step the old one in backward(), then optimizer.step() steps this one"
 _STATE: Final = "state_decrement_ratio/"
 _AVERAGE: Final = Advice(
     "average of the weights",
@@ -131,7 +132,8 @@ def advice_for(
     first, *others = choices
     words = [f"try {_one_line(first.code)} ({_size(first)})"]
     words += [f'"{other.strategy}" ({other.bytes_per_parameter:.3g})' for other in others]
-    return Advice(trained.optimizer, f"{' or '.join(words)}, before the scheduler is built", choices)
+    text = f"{' or '.join(words)}, before the scheduler is built{_RELEASED * trained.in_backward}"
+    return Advice(trained.optimizer, text, choices)
 
 
 def _unfit(trained: Trained) -> bool:
@@ -191,7 +193,7 @@ def _for_fp32_weights(trained: Trained, lacking: Lacking) -> Advice | None:
         return Advice(trained.optimizer, "keep the states in float32, as the weights are")
     choice = Choice(_code(trained, "plain"), 8.0 + 4 * sum(_moments(trained)), "plain")
     text = f"keep the states in float32, as the weights are: {_one_line(choice.code)} ({_size(choice)})"
-    return Advice(trained.optimizer, text, [choice])
+    return Advice(trained.optimizer, text + _RELEASED * trained.in_backward, [choice])
 
 
 def _to_fp32_weights(trained: Trained, narrow: Sequence[str], *, alone: bool) -> Advice | None:

@@ -320,7 +320,7 @@ class Trained(Struct, kw_only=True, frozen=True):
     parameter that this rule averages, `betas` their decays: Adam's β₁ and β₂. `parameters` maps dtype to elements,
     `sparse` counts those with sparse gradients. `sharded`: weights are distributed tensors. `float32_bytes`: bytes
     a parameter of weights, gradients and states, were the 16-bit ones among them in float32; None before there are
-    states. `device` is its type.
+    states. `device` is its type. `in_backward`: hooks on the parameters step them one by one in the backward pass.
     """
 
     optimizer: Name
@@ -334,6 +334,7 @@ class Trained(Struct, kw_only=True, frozen=True):
     sharded: bool = False
     float32_bytes: float | None = None
     device: Name = "cpu"
+    in_backward: bool = False
 
 
 class WatchInfo(Struct, kw_only=True, frozen=True):

@@ -151,3 +151,28 @@ def test_gradient_release_of_a_library_is_one_step_a_pass(first, kahan):
     if first == "hooks":
         assert handle.step == 40
         assert "stepped one by one in the backward pass" in str(handle)
+
+
+def test_the_advice_takes_the_place_of_what_the_hooks_step():
+    """Followed as it stood, it stepped nothing: hooks went on with the old optimizer, and took each gradient."""
+    model, optimizer = built(
+        lambda params: optimi.AdamW(params, lr=1e-5, weight_decay=0.0, kahan_sum=False, gradient_release=True)
+    )
+    optimi.prepare_for_gradient_release(model, optimizer)
+    handle = watch(model, optimizer, every=1, budget=None, first_step=1)
+    for seed in range(12):
+        backward(model, seed)
+    (advice,) = handle.judgement().advice
+    assert "remove the hooks that step the old one in backward()" in advice.text
+    handle.remove()
+    names = {"optimizer": optimizer}
+    exec(advice.choices[0].code, names)
+    optimi.remove_gradient_release(model)
+    cured = names["optimizer"]
+    handle = watch(model, cured, every=1, budget=None)
+    for seed in range(12):
+        backward(model, seed)
+        cured.step()
+        cured.zero_grad()
+    assert handle.judgement().health == "healthy"
+    assert handle.summary()["model"]["edq_ratio"] == pytest.approx(1.0, abs=1e-3)

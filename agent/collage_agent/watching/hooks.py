@@ -238,14 +238,14 @@ class OptimizerHooks:
             shared_by=None if self.stepping is self.optimizer else type(self.optimizer).__name__,
             cast_to=self._mixed_precision,
         )
-        own += filter(None, (NOTES[self.seen_by], self.resume.note))
         described = describe(
             self.stepping,
             self.options,
             self._stepped(),
             self._intents,
-            notes=[*own, *notes],
+            notes=[*own, *filter(None, (NOTES[self.seen_by], self.resume.note)), *notes],
             closure=self.closure_seen,
+            in_backward=self.seen_by == "backward",
             fitting=self._fitting,
             sparse=self.measurer.sparse,
         )

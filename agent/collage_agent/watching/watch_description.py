@@ -76,12 +76,14 @@ def describe(
     *,
     notes: Sequence[str],
     closure: bool,
+    in_backward: bool = False,
     fitting: type[CollageOptimizer] | None = None,
     sparse: Collection[str] = (),
 ) -> wire.WatchInfo:
     """One optimizer, for `joined`; where groups differ, the larger part speaks and the reason names the rest.
 
     fitting: the class of ours that takes the same steps. sparse: names of parameters with sparse gradients.
+    in_backward: hooks on the parameters step them in the backward pass.
     """
     dtypes: Counter[str] = Counter()
     sources: Counter[str] = Counter()
@@ -103,11 +105,13 @@ def describe(
             f"{large} tensors of more than {ELEMENTS_A_STEP} elements have no turn: only what changed is known of "
             'them; watch(…, sample="all") measures them too'
         ] = None
+    strategy = _observed_strategy(optimizer, kinds, intents)
+    trained = describe_trained(optimizer, alike, strategy, fitting, sparse)
     intent_kind: Any = "before-after" if closure else _most_common(sources, "shadow")
     return wire.WatchInfo(
         optimizer=type(optimizer).__name__,
         strategy=options.strategy,
-        observed_strategy=_observed_strategy(optimizer, kinds, intents),
+        observed_strategy=strategy,
         dtype=_most_common(dtypes, "unknown"),
         intent=intent_kind,
         intent_reason="; ".join([*reasons, *([_CLOSURE_NOTE] if closure else []), *notes]),
@@ -122,9 +126,7 @@ def describe(
             layer_rounds_at_random=_layer_rounds_at_random(watched, intents),
         ),
         conversion=_conversion(optimizer),
-        trained=[
-            describe_trained(optimizer, alike, _observed_strategy(optimizer, kinds, intents), fitting, sparse)
-        ],
+        trained=[msgspec.structs.replace(trained, in_backward=in_backward)],
     )
 
 
