@@ -48,6 +48,12 @@ FORMATS: Final = {
     "mxfp8": CodeSizes(1, 1, 32),
     "nvfp4": CodeSizes(0.5, 1, 16),
     "nvfp4_2d": CodeSizes(0.5, 1, 16 * 16),
+    "int8_tensor": CodeSizes(1),
+    "int8_channel": CodeSizes(1),
+    "int4_channel": CodeSizes(0.5),
+    "int4_group32": CodeSizes(0.5, 4, 32),
+    "int4_group128": CodeSizes(0.5, 4, 128),
+    "uint4_group32": CodeSizes(0.5, 5, 32),
 }
 """What copies can be kept in; docs/reference/copies-and-averages.md has their arithmetic."""
 _UNSCALED: Final = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2")

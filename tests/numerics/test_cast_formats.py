@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from collage_optim.numerics.cast_formats import CAST_FORMATS, coded, route_of
+from torch.ao.quantization import PerChannelMinMaxObserver
 
 from collage_monitor.statistics.casts import FORMATS
 from tests.reference import casts
@@ -36,7 +37,9 @@ def copy_of(matrix, name, dtype=torch.float32):
     """The product's copy of a matrix; a second way, row by row, finds the largest weight of each tile."""
     route = route_of(name)
     kind, tile = route.last, None
-    if kind.tile:
+    if kind.by_channel:
+        tile = matrix.abs().amax(1, keepdim=True).double().expand(matrix.shape)
+    elif kind.tile:
         high, wide = kind.tile
         largest = torch.empty(len(matrix), matrix.shape[1] // kind.block, dtype=torch.float64)
         for row, runs in enumerate(largest):
@@ -48,11 +51,19 @@ def copy_of(matrix, name, dtype=torch.float32):
     return coded(matrix.reshape(-1).to(dtype), route, tensor=tensor, tile=tile)
 
 
-ROUTES = (*FORMATS, "bf16>fp8_tensor", "bf16>fp8_block128", "bf16>mxfp8", "fp16>bf16", "bf16>nvfp4_2d")
+ROUTES = (
+    *FORMATS,
+    "bf16>fp8_tensor",
+    "bf16>fp8_block128",
+    "bf16>mxfp8",
+    "fp16>bf16",
+    "bf16>nvfp4_2d",
+    "bf16>uint4_group32",
+)
 
 
 def test_the_agent_and_the_contract_name_the_same_formats():
-    assert tuple(CAST_FORMATS) == tuple(FORMATS) == tuple(casts.ELEMENTS)
+    assert tuple(CAST_FORMATS) == tuple(FORMATS) == casts.FORMATS
 
 
 @pytest.mark.drawn
@@ -63,12 +74,13 @@ def test_copies_are_the_nearest_numbers(name, dtype):
         if matrix.shape[1] % route_of(name).last.block:
             continue
         found = copy_of(matrix, name, dtype)
-        numbers, scales, of_tensor = casts.parts_of(matrix.numpy(), name)
+        numbers, _, _ = casts.parts_of(matrix.numpy(), name)
         np.testing.assert_array_equal(found.numbers.double().numpy(), numbers.reshape(-1))
-        np.testing.assert_array_equal(found.values().double().numpy(), (numbers * (scales * of_tensor)).reshape(-1))
+        wanted = casts.copy_of(matrix.numpy(), name).reshape(-1)
+        np.testing.assert_array_equal(found.values().double().numpy(), wanted)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name in casts.TILE])
+@pytest.mark.parametrize("name", [name for name in casts.ELEMENTS if name in casts.TILE])
 def test_every_code_and_all_that_lies_between_two_is_found(name):
     """A scale of 1 throughout: each number of the format, the middle to the next, and their neighbours in fp32."""
     grid = casts.numbers(name).astype(np.float32)
@@ -86,6 +98,32 @@ def test_every_code_and_all_that_lies_between_two_is_found(name):
     found = copy_of(torch.from_numpy(rows), name).values().double().numpy()
     np.testing.assert_array_equal(found[places], casts.nearest(wanted, name))
     assert set(np.abs(found[places])) == set(casts.numbers(name))
+
+
+@pytest.mark.parametrize("name", casts.INTEGERS)
+def test_integers_are_those_that_torch_quantises_to_in_training(name):
+    """Scale and zero point of each channel or group by torch's observer, values by its FakeQuantize."""
+    low, high = casts.INTEGERS[name]
+    scheme = torch.per_channel_affine if low == 0 else torch.per_channel_symmetric
+    kind = torch.quint8 if low == 0 else torch.qint8
+    for matrix in matrices():
+        if "group" in name and matrix.shape[1] % 32:
+            continue
+        # A row of 64 is one group of 128, which ends there.
+        width = matrix.numel() if name == "int8_tensor" else 32 if name.endswith("group32") else matrix.shape[1]
+        rows = matrix.reshape(-1, width)
+        observer = PerChannelMinMaxObserver(
+            dtype=kind, qscheme=scheme, quant_min=low, quant_max=high, eps=torch.finfo(torch.float32).tiny
+        )
+        observer(rows)
+        scale, zero_point = observer.calculate_qparams()
+        wanted = torch.fake_quantize_per_channel_affine(rows, scale, zero_point.int(), 0, low, high)
+        found = copy_of(matrix, name)
+        assert found.scales is not None
+        assert torch.equal(found.scales.unique(), scale.double().unique())
+        assert torch.equal(found.values().float(), wanted.reshape(-1))
+        assert found.numbers.amin() >= low
+        assert found.numbers.amax() <= high
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "fp8_e5m2", "mxfp8", "fp8_block128_ue8m0", "bf16>mxfp8"])

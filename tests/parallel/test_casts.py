@@ -13,7 +13,8 @@ from tests.parallel.merged import merged_layers
 pytestmark = pytest.mark.slow
 
 TILES = ("fp8_block128", "fp8_block128_ue8m0")
-OF_TENSOR = ("fp8_tensor", "nvfp4", "nvfp4_2d")
+CHANNELS = ("int8_channel", "int4_channel")
+BY_ROW = ("mxfp8", "int4_group32", "int4_group128", "uint4_group32", *CHANNELS)
 
 
 def is_known(way, index, name):
@@ -24,14 +25,15 @@ def is_known(way, index, name):
     last, shape = name.rpartition(">")[2], SHAPES[index]
     if last in ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2"):
         return True
-    is_tiled = last in TILES or last == "nvfp4_2d"
-    if last != "fp8_tensor" and (shape[-1] % 16 or (is_tiled and len(shape) < 2)):
+    if len(shape) < 2 and last in (*TILES, *CHANNELS, "nvfp4_2d", "int4_group128"):
+        return False
+    if shape[-1] % 16 and last not in ("fp8_tensor", "int8_tensor", *CHANNELS):
         return False
     if way in ("ddp", "zero"):
         return True
     if way == "fsdp2" and len(shape) == 2:
         # Two shards of rows; 128 of them are whole tiles, 100 are not.
-        return last == "mxfp8" or (last in TILES and shape[0] == 256)
+        return last in BY_ROW or (last in TILES and shape[0] == 256)
     return None if way.startswith("fsdp1") else False
 
 

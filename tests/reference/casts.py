@@ -25,6 +25,17 @@ ELEMENTS = {
     "nvfp4_2d": (2, 1, 6),
 }
 """Exponent bits, mantissa bits, and where numbers saturate; None: they overflow to infinity."""
+INTEGERS = {
+    "int8_tensor": (-128, 127),
+    "int8_channel": (-128, 127),
+    "int4_channel": (-8, 7),
+    "int4_group32": (-8, 7),
+    "int4_group128": (-8, 7),
+    "uint4_group32": (0, 15),
+}
+"""The first and the last code; from 0 on, codes have a zero point."""
+FORMATS = (*ELEMENTS, *INTEGERS)
+WHOLE_ROW = 2**62
 TILE = {
     "fp8_tensor": None,
     "fp8_block128": (128, 128),
@@ -32,6 +43,12 @@ TILE = {
     "mxfp8": (1, 32),
     "nvfp4": (1, 16),
     "nvfp4_2d": (16, 16),
+    "int8_tensor": None,
+    "int8_channel": (1, WHOLE_ROW),
+    "int4_channel": (1, WHOLE_ROW),
+    "int4_group32": (1, 32),
+    "int4_group128": (1, 128),
+    "uint4_group32": (1, 32),
 }
 """Rows and columns that share a scale in formats that have some; None: all of the tensor."""
 BYTES = {
@@ -45,8 +62,14 @@ BYTES = {
     "mxfp8": (1, 1),
     "nvfp4": (0.5, 1),
     "nvfp4_2d": (0.5, 1),
+    "int8_tensor": (1, 0),
+    "int8_channel": (1, 0),
+    "int4_channel": (0.5, 0),
+    "int4_group32": (0.5, 4),
+    "int4_group128": (0.5, 4),
+    "uint4_group32": (0.5, 5),
 }
-"""Of a code, and of a tile's scale; a whole tensor's does not count."""
+"""Of a code, and of a tile's scale with its zero point; those of a channel and a whole tensor do not count."""
 
 
 @cache
@@ -85,6 +108,11 @@ def nearest(values: np.ndarray, name: str) -> np.ndarray:
 def copy_of(rows: np.ndarray, name: str, largest: float | None = None) -> np.ndarray:
     """The copy of a matrix [rows, columns] in fp64, by the route that `name` is; `largest`: of the whole tensor."""
     numbers, scales, of_tensor = parts_of(rows, name, largest)
+    if name.endswith("uint4_group32"):
+        for route in name.split(">")[:-1]:
+            rows = nearest(rows, route)
+        zero_points = [_zero_point(group) for group in rows.reshape(-1, 32)]
+        numbers = numbers - np.repeat(zero_points, 32).reshape(rows.shape)
     found: np.ndarray = numbers * (scales * of_tensor)
     return found
 
@@ -108,6 +136,9 @@ def parts_of(rows: np.ndarray, name: str, largest: float | None = None) -> tuple
             elif last in ("fp8_tensor", "fp8_block128"):
                 whole = largest if last == "fp8_tensor" else np.abs(rows[tile]).max()
                 numbers[tile], scales[tile] = _single(rows[tile], whole)
+            elif last in INTEGERS:
+                whole = largest if last == "int8_tensor" else np.abs(rows[tile]).max()
+                numbers[tile], scales[tile] = _integers(rows[tile], whole, *INTEGERS[last])
             else:
                 numbers[tile], scales[tile] = _mx(rows[tile])
     return numbers, scales, of_tensor
@@ -117,6 +148,24 @@ def _single(tile: np.ndarray, largest: float) -> tuple[np.ndarray, float]:
     single = np.float32
     scale = max(single(largest) / single(448), np.finfo(single).tiny)
     return nearest(tile.astype(single) / scale, "fp8_e4m3"), float(scale)
+
+
+def _integers(tile: np.ndarray, largest: float, low: int, high: int) -> tuple[np.ndarray, float]:
+    single, zero_point = np.float32, 0.0
+    scale = max(single(largest) / single((high - low) / 2), np.finfo(single).tiny)
+    if low == 0:
+        scale, zero_point = _scale_to_zero(tile), _zero_point(tile)
+    return np.clip(np.rint(tile.astype(single) * (single(1) / scale)) + zero_point, low, high), float(scale)
+
+
+def _scale_to_zero(group: np.ndarray) -> np.float32:
+    """The scale of a group in unsigned codes of 4 bits, whose range includes 0."""
+    low, high = np.float32(min(group.min(), 0)), np.float32(max(group.max(), 0))
+    return np.float32(max((high - low) / np.float32(15), np.finfo(np.float32).tiny))
+
+
+def _zero_point(group: np.ndarray) -> float:
+    return float(np.clip(-np.rint(np.float32(min(group.min(), 0)) / _scale_to_zero(group)), 0, 15))
 
 
 def _mx(tile: np.ndarray) -> tuple[np.ndarray, float]:

@@ -236,11 +236,13 @@ def _copy_is_known(watched: WatchedParameter, kind: CastFormat) -> bool:
     whole = shard.elements == math.prod(shard.shape)
     if kind.of_tensor and not whole:
         return False
+    is_shaped = shard.start is None and part.dim() == len(shard.shape)
+    if kind.by_channel:
+        return is_shaped and part.dim() > 1 and part.is_contiguous() and part.shape[1:] == shard.shape[1:]
     if kind.block == 1:
         return True
     if not shard.shape or shard.shape[-1] % kind.block or not part.is_contiguous():
         return False
-    is_shaped = shard.start is None and part.dim() == len(shard.shape)
     if kind.tile:
         return is_shaped and len(shard.shape) > 1 and (whole or _has_whole_tiles(watched, kind.tile[0]))
     return whole or (is_shaped and part.shape[-1] == shard.shape[-1])

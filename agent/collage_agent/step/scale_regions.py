@@ -6,6 +6,7 @@ A bucket asks for it where casts to scaled formats are measured; the formats are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -123,9 +124,10 @@ class ScaleRegions:
 
 @dataclass(frozen=True)
 class _TilesOfTensor:
-    """Tiles of one tensor, read as rows of its last dimension: rows from `first` to `last`, and first columns."""
+    """Tiles of one tensor, read as rows of `columns`: rows from `first` to `last`, and first columns."""
 
     tensor: int
+    columns: int
     first: Tensor
     last: Tensor
     column: Tensor
@@ -134,7 +136,8 @@ class _TilesOfTensor:
 class _TileIndex:
     """Which tile of `rows` × `columns` each run of `block` neighbours of the sampled blocks lies in.
 
-    Tiles lie in the last two dimensions; those at the lower and the right edge may be smaller.
+    Tiles lie in the last two dimensions, or are channels: rows of the first dimension and all others. Those at the
+    lower and the right edge may be smaller.
     """
 
     def __init__(
@@ -147,18 +150,22 @@ class _TileIndex:
         known: Sequence[bool],
     ) -> None:
         self._tile, self._block = tile, block
-        matrices = [shape[-2:] if is_known else (1, 1) for shape, is_known in zip(shapes, known, strict=True)]
+        matrices = [
+            (1, 1) if not is_known else shape[-2:] if tile[1] else (shape[0], math.prod(shape[1:]))
+            for shape, is_known in zip(shapes, known, strict=True)
+        ]
         rows, columns = np.array(matrices, dtype=np.int64).T
+        wide = np.where(tile[1], tile[1], columns)
         elements = np.array([sample.elements for sample in samples])
         count = elements // (rows * columns)
-        down, across = -(-rows // tile[0]), -(-columns // tile[1])
+        down, across = -(-rows // tile[0]), -(-columns // wide)
         first = np.concatenate(([0], np.cumsum(np.where(known, count * down * across, 1))))
         of = layout.host_tensor_of_block[:, None]
         place = layout.block_numbers[:, None] * layout.block + np.arange(0, layout.block, block)
         place = np.where(np.array(known)[of], np.minimum(place, elements[of] - 1), 0)
         row, column = np.divmod(place, columns[of])
         matrix, row = np.divmod(row, rows[of])
-        numbers = first[of] + (matrix * down[of] + row // tile[0]) * across[of] + column // tile[1]
+        numbers = first[of] + (matrix * down[of] + row // tile[0]) * across[of] + column // wide[of]
         used, index = np.unique(numbers, return_inverse=True)
         self._device = layout.device
         self._index = from_host(index.reshape(numbers.shape), layout.device)
@@ -175,8 +182,8 @@ class _TileIndex:
             above, lower = np.divmod(above, down[tensor])
             begin = above * rows[tensor] + lower * tile[0]
             end = np.minimum(begin + tile[0], (above + 1) * rows[tensor]) - 1
-            places = (from_host(part, layout.device) for part in (begin, end, right * tile[1]))
-            self._tensors.append(_TilesOfTensor(tensor, *places))
+            places = (from_host(part, layout.device) for part in (begin, end, right * wide[tensor]))
+            self._tensors.append(_TilesOfTensor(tensor, int(columns[tensor]), *places))
 
     def largest(self, weights: Sequence[WholeWeight]) -> Tensor:
         """The largest |θ| of each run's tile, fp64 [blocks, runs]; NaN where the tile is not known."""
@@ -189,18 +196,20 @@ class _TileIndex:
         return torch.cat(found)[self._index]
 
     def _maxima(self, weight: WholeWeight, tiles: _TilesOfTensor) -> list[Tensor]:
-        found, (high, wide) = [], self._tile
-        runs = weight.visible.shape[-1] // self._block
+        found, high = [], self._tile[0]
+        # A channel is read as one run, which is a row.
+        block, wide = (self._block, self._tile[1]) if self._tile[1] else (tiles.columns, tiles.columns)
+        runs = tiles.columns // block
         at_once = max(_READ_AT_ONCE // (high * wide), 1)
         down = torch.arange(high, device=self._device)
-        right = torch.arange(wide // self._block, device=self._device)
+        right = torch.arange(wide // block, device=self._device)
         for start in range(0, len(tiles.first), at_once):
             piece = slice(start, start + at_once)
             # Beyond an edge the last row or run is read again: it changes no maximum.
             rows = torch.minimum(tiles.first[piece, None] + down, tiles.last[piece, None]).unsqueeze(2)
-            columns = (tiles.column[piece, None] // self._block + right).clamp_(max=runs - 1).unsqueeze(1)
+            columns = (tiles.column[piece, None] // block + right).clamp_(max=runs - 1).unsqueeze(1)
             places = (rows * runs + columns).view(-1)
-            values = weight.read(lambda part, at=places: part.view(-1, self._block).index_select(0, at))  # type: ignore[misc]
+            values = weight.read(lambda part, at=places: part.view(-1, block).index_select(0, at))  # type: ignore[misc]
             found.append(values.view(len(rows), -1).abs_().amax(1).to(torch.float64))
         return found
 

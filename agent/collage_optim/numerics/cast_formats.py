@@ -25,7 +25,9 @@ class CastFormat:
 
     `dtype`: torch's own, whose overflow is infinity; without it, numbers beyond the largest become the largest.
     `scale`: what numbers are times. `block`: so many neighbours along the last dimension have one scale, or share
-    it with `tile` rows × columns of the last two dimensions. `of_tensor`: a scale depends on the whole tensor.
+    it with `tile` rows × columns of the last two dimensions, or with a channel: `tile` (1, 0), what has one index
+    in the first dimension. `of_tensor`: a scale depends on the whole tensor.
+    `integers`: codes are whole numbers from the first to the last of them; from 0 on, with a zero point.
     """
 
     bits: int
@@ -36,10 +38,19 @@ class CastFormat:
     block: int = 1
     tile: tuple[int, int] | None = None
     of_tensor: bool = False
+    integers: tuple[int, int] | None = None
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether what has one index in the first dimension has one scale."""
+        return self.tile == _CHANNEL
 
 
+_CHANNEL: Final = (1, 0)
 _E4M3: Final = (4, 2.0**-6, 448.0)
 _E2M1: Final = (2, 1.0, 6.0)
+_INT8: Final = (7, 1.0, 127.0)
+_INT4: Final = (3, 1.0, 7.0)
 CAST_FORMATS: Final = {
     "bf16": CastFormat(8, 2.0**-126, torch.finfo(torch.bfloat16).max, torch.bfloat16),
     "fp16": CastFormat(11, 2.0**-14, 65504.0, torch.float16),
@@ -51,6 +62,12 @@ CAST_FORMATS: Final = {
     "mxfp8": CastFormat(*_E4M3, scale="power of two", block=32),
     "nvfp4": CastFormat(*_E2M1, scale="e4m3", block=16, of_tensor=True),
     "nvfp4_2d": CastFormat(*_E2M1, scale="e4m3", block=16, tile=(16, 16), of_tensor=True),
+    "int8_tensor": CastFormat(*_INT8, scale="fp32", of_tensor=True, integers=(-128, 127)),
+    "int8_channel": CastFormat(*_INT8, scale="fp32", tile=_CHANNEL, integers=(-128, 127)),
+    "int4_channel": CastFormat(*_INT4, scale="fp32", tile=_CHANNEL, integers=(-8, 7)),
+    "int4_group32": CastFormat(*_INT4, scale="fp32", block=32, integers=(-8, 7)),
+    "int4_group128": CastFormat(*_INT4, scale="fp32", block=16, tile=(1, 128), integers=(-8, 7)),
+    "uint4_group32": CastFormat(4, 1.0, 15.0, scale="fp32", block=32, integers=(0, 15)),
 }
 _EXPONENT: Final = 0x7FF << 52
 _ROUNDS_TO_WHOLE: Final = 1.5 * 2.0**52
@@ -85,19 +102,21 @@ def route_of(name: str) -> CastRoute:
 
 @dataclass(frozen=True)
 class CastCodes:
-    """The content of a copy: numbers [n], and for equal runs of them their scales and the tensor's, fp64 [runs, 1];
-    or None."""
+    """The content of a copy: numbers [n], and for equal runs of them their scales, the tensor's and zero points,
+    fp64 [runs, 1]; or None."""
 
     numbers: Tensor
     scales: Tensor | None = None
     tensor_scale: Tensor | None = None
+    zero_points: Tensor | None = None
 
     def values(self) -> Tensor:
-        """The values, numbers times scales: [n], exact in fp64; without scales the numbers themselves."""
+        """The values, [n], exact in fp64: numbers less zero points, times scales; without scales the numbers."""
         if self.scales is None:
             return self.numbers
         scales = self.scales if self.tensor_scale is None else self.scales * self.tensor_scale
-        return self.numbers.view(len(scales), -1).mul(scales).view(-1)
+        runs = self.numbers.view(len(scales), -1)
+        return (runs if self.zero_points is None else runs - self.zero_points).mul(scales).view(-1)
 
 
 def coded(
@@ -114,6 +133,10 @@ def coded(
     themselves times s.
     Powers of two: the smallest, 2^−127 to 2^127, with which none of the numbers exceeds 448 (OCP Microscaling
     Formats 1.0, whose own choice of the scale may saturate; Transformer Engine's and DeepGEMM's is this one).
+    Integers in fp32 arithmetic: s = amax / ((last code − first) / 2), and numbers are RN(value · RN(1/s)), no code
+    beyond the first and the last (torch.ao's symmetric FakeQuantize with a scale of these weights, and torchao's).
+    With a zero point: s = (maximum − minimum) / 15, of the group and 0, z = −RN(minimum / s), and numbers are
+    RN(value · RN(1/s)) + z and stand for themselves less z times s. All s are at least 2⁻¹²⁶.
     NVFP4 in fp32 arithmetic: s = 6·448 / amax of the tensor, and b = RN(amax / 6 · s) in e4m3 is the scale of a
     block or tile. Numbers are RN(value · 1 / (b · 1/s)) in e2m1 and stand for themselves times b · 1/s, with 1/s in
     fp32 (NVIDIA, arXiv 2509.25149).
@@ -134,6 +157,8 @@ def _coded(values: Tensor, kind: CastFormat, tensor: Tensor | None, tile: Tensor
         return CastCodes(on_grid.to(kind.dtype))
     if kind.scale == "none":
         return CastCodes(_saturated(values.to(torch.float64), kind))
+    if kind.integers and kind.integers[0] == 0:
+        return _coded_with_zero_points(values.to(torch.float32).view(-1, kind.block), kind.integers)
     given = tile if kind.tile else tensor if kind.block == 1 else values.view(-1, kind.block).abs().amax(1)
     assert given is not None
     largest = given.reshape(-1, 1)
@@ -144,8 +169,11 @@ def _coded(values: Tensor, kind: CastFormat, tensor: Tensor | None, tile: Tensor
     if kind.scale == "fp32":
         single = largest.to(torch.float32)
         # Two tensors, because torch may divide by a number, or a number, by multiplying with a reciprocal.
-        scale = single.div(torch.full_like(single, kind.largest)).clamp_(min=_FP32.tiny)
+        widest = kind.largest if kind.integers is None else (kind.integers[1] - kind.integers[0]) / 2
+        scale = single.div(torch.full_like(single, widest)).clamp_(min=_FP32.tiny)
         scale = torch.where(single.isfinite(), scale, torch.nan)
+        if kind.integers is not None:
+            return CastCodes(_whole_numbers(runs.to(torch.float32), scale, kind.integers).view(-1), scale.double())
         return CastCodes(_saturated(runs.to(torch.float32).div(scale).double(), kind).view(-1), scale.double())
     scale = _power_of_two_scale(largest.to(torch.float64), kind)
     return CastCodes(_saturated(runs.to(torch.float64) / scale, kind).view(-1), scale)
@@ -166,6 +194,23 @@ def round_to_grid(values: Tensor, bits: int, smallest: float) -> tuple[Tensor, T
 def _saturated(values: Tensor, kind: CastFormat) -> Tensor:
     bounded = values.clamp(-kind.largest, kind.largest)
     return round_to_grid(torch.where(values.isfinite(), bounded, torch.nan), kind.bits, kind.smallest)[0]
+
+
+def _whole_numbers(
+    runs: Tensor, scale: Tensor, within: tuple[int, int], zero_point: float | Tensor = 0.0
+) -> Tensor:
+    """The codes, fp64 [runs, n], of values fp32 [runs, n], ties to even; NaN where the scale or the value is."""
+    return runs.mul(scale.reciprocal()).round_().add_(zero_point).clamp_(*within).to(torch.float64)
+
+
+def _coded_with_zero_points(runs: Tensor, within: tuple[int, int]) -> CastCodes:
+    low, high = runs.amin(1, keepdim=True).clamp_(max=0.0), runs.amax(1, keepdim=True).clamp_(min=0.0)
+    width = high - low
+    scale = width.div(torch.full_like(width, within[1] - within[0])).clamp_(min=_FP32.tiny)
+    scale = torch.where(width.isfinite(), scale, torch.nan)
+    zero_point = low.div(scale).round_().neg_().clamp_(*within)
+    numbers = _whole_numbers(runs, scale, within, zero_point).view(-1)
+    return CastCodes(numbers, scale.double(), zero_points=zero_point.double())
 
 
 def _power_of_two_scale(largest: Tensor, kind: CastFormat) -> Tensor:

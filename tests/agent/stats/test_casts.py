@@ -27,12 +27,19 @@ WAYS = {
 }
 CASTS = (*FORMATS, "bf16>fp8_tensor", "bf16>fp8_block128", "bf16>mxfp8", "bf16>nvfp4_2d")
 _TILES = ("0.weight", "2.weight")
+_BY_32 = ("mxfp8", "int4_group32", "uint4_group32")
+_CHANNELS = (*_TILES, "4.weight")
 KNOWN = {
     "mxfp8": ("0.weight", "0.bias"),
     "nvfp4": ("0.weight", "0.bias", "2.weight"),
     "nvfp4_2d": _TILES,
     "fp8_block128": _TILES,
     "fp8_block128_ue8m0": _TILES,
+    "int8_channel": _CHANNELS,
+    "int4_channel": _CHANNELS,
+    "int4_group32": ("0.weight", "0.bias"),
+    "int4_group128": _TILES,
+    "uint4_group32": ("0.weight", "0.bias"),
 }
 """The tensors whose last dimension holds whole blocks, in two dimensions for tiles; other formats know all."""
 STEPS = 4
@@ -92,7 +99,8 @@ def watched_steps(way, steps, **options):
 def check(totals, expected, key, way):
     name, label = key
     last = label.split("/")[0].rpartition(">")[2]
-    parts = ("recoded",) if last == "fp8_tensor" else ("recoded", "rescaled") if last in casts.TILE else ()
+    shared = ("recoded", "rescaled") if casts.BYTES[last][1] else ("recoded",)
+    parts = shared if last in casts.TILE else ()
     for part in ("elements", "changed", *parts):
         assert totals[f"{name}_{part}/{label}"] == expected[part], (name, part, label)
     # The states of "counts" are no floats, and the reference's u is made of floats.
@@ -153,19 +161,22 @@ def test_a_sample_counts_whole_blocks_of_the_formats(name, shape):
 
     def copies():
         matrices = weight.detach().numpy().reshape(-1, *shape[-2:])
+        if last.endswith("channel"):
+            matrices = matrices.reshape(1, shape[0], -1)
         largest = float(np.abs(matrices).max())
         return np.concatenate([casts.copy_of(rows, name, largest) for rows in matrices])
 
-    before = copies()
+    last = name.rpartition(">")[2]
+    before = copies() if last not in _BY_32 or shape[-1] % 32 == 0 else None
     optimizer.step()
     (sample,) = handle._hooks[0].measurer._buckets[0].samples
-    totals, elements, last = totals_of(handle)["weight"], weight.numel(), name.rpartition(">")[2]
-    if last == "mxfp8" and shape[-1] % 32:
+    totals, elements = totals_of(handle)["weight"], weight.numel()
+    if before is None:
         assert math.isnan(totals[f"cast_elements/{name}"])
         return
     places = sample.rows[:, None] * sample.block + np.arange(sample.block)
     seen = (copies() != before).reshape(-1)[places].sum()
-    assert sample.block == (32 if last == "mxfp8" else 16)
+    assert sample.block == (32 if last in _BY_32 else 16)
     assert totals[f"cast_changed/{name}"] == pytest.approx(seen * (elements / 1024), rel=1e-12)
     assert totals[f"cast_elements/{name}"] == elements
 
@@ -191,6 +202,35 @@ def test_a_sync_is_forecast_in_the_bytes_that_a_count_by_hand_finds():
         assert found[f"cast_sync_window_ratio/{name}/2"] == pytest.approx(sent / dense, rel=1e-9), name
 
 
+def test_codes_move_under_quantisation_aware_training_where_weights_keep_the_updates():
+    """The loss sees int8 codes alone: under bf16 weights hardly one moves, though each step means to move them."""
+    moved, kept = {}, {}
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(4)
+        layer = nn.Linear(32, 24, bias=False).to(dtype)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-5)
+        handle = watch(layer, optimizer, every=1, sample="all", budget=None, casts=("int8_channel",), windows=(32,))
+        start, target = layer.weight.detach().double().numpy(), torch.randn(24, 32)
+        for step in range(128):
+            start = layer.weight.detach().double().numpy() if step == 96 else start
+            inputs = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
+            scale = layer.weight.detach().float().abs().amax(1) / 127.5
+            zeros = torch.zeros(24, dtype=torch.int32)
+            weight = torch.fake_quantize_per_channel_affine(layer.weight.float(), scale, zeros, 0, -128, 127)
+            (inputs @ weight.T - inputs @ target.T).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends = start, layer.weight.detach().double().numpy()
+        then, now = (casts.parts_of(end, "int8_channel")[0] for end in ends)
+        found = handle.summary()["model"]
+        moved[dtype] = found["cast_recoded_window_ratio/int8_channel/32"]
+        kept[dtype] = found["cast_edq_window_ratio/int8_channel/32"]
+        assert moved[dtype] == (then != now).mean()
+    assert moved[torch.bfloat16] < 0.1 * moved[torch.float32]
+    assert kept[torch.bfloat16] < 0.1
+    assert kept[torch.float32] == pytest.approx(1.0, abs=0.1)
+
+
 def test_weights_as_narrow_as_the_copy_have_none():
     model = model_of(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -202,7 +242,7 @@ def test_weights_as_narrow_as_the_copy_have_none():
     assert 0 < values["cast_changed_ratio/fp8_e4m3"] < 1
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "nvfp4_2d", "fp8_block128"])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "nvfp4_2d", "fp8_block128", "int8_channel", "uint4_group32"])
 def test_a_number_beside_the_layers_has_no_copy_in_blocks(name):
     model = nn.Linear(64, 32)
     model.scale = nn.Parameter(torch.tensor(2.0))
