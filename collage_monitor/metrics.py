@@ -24,6 +24,7 @@ __all__ = [
     "METRICS",
     "Metric",
     "SCALARS",
+    "STATE_RATIOS",
     "STATISTICS",
     "Scalar",
     "Statistic",
@@ -36,6 +37,8 @@ __all__ = [
 
 _STATE: Final = "state_decrement_ratio"
 _SECOND_MOMENT: Final = f"{_STATE}/exp_avg_sq"
+STATE_RATIOS: Final = (_STATE, "state_increment_ratio")
+"""What averages should shed and did, and what sums should take and did; labelled by optimizer state."""
 
 
 def preferred_state(keys: Iterable[str]) -> str | None:

@@ -26,7 +26,8 @@ from collage_monitor.diagnosis.evidence import (
     longest_window,
     recent_points,
     silent_ranks,
-    state_decrements,
+    state_ratios,
+    tracked_metrics,
 )
 from collage_monitor.diagnosis.judge import PROBLEMS, judge
 from collage_monitor.diagnosis.since import History, Track, since_beyond
@@ -80,6 +81,7 @@ __all__ = [
     "recent_points",
     "silent_ranks",
     "since_beyond",
-    "state_decrements",
     "state_in_words",
+    "state_ratios",
+    "tracked_metrics",
 ]

@@ -15,6 +15,7 @@ from typing import Final, Literal
 from msgspec.structs import replace
 
 from collage_monitor.diagnosis.remedies import remedy
+from collage_monitor.metrics import STATE_RATIOS, split_key
 from collage_monitor.strategies import more_exact, recommend
 from collage_monitor.wire import Advice, Choice, Finding, Trained, WatchInfo
 
@@ -33,7 +34,6 @@ _ITS_WEIGHTS: Final = (
     '[setattr(own, "data", own.float()) for group in optimizer.param_groups for own in group["params"]]'
 )
 _RELEASED: Final = "; remove the hooks that step the old one in backward(), then optimizer.step() steps this one"
-_STATE: Final = "state_decrement_ratio/"
 _AVERAGE: Final = Advice(
     "average of the weights",
     "keep the average in float32, as AveragedModel(model, avg_fn=get_ema_avg_fn(decay)).float() does, or round it "
@@ -64,9 +64,9 @@ def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> list[Advi
     average = [_AVERAGE for finding in findings if finding.key == "average_lost_ratio"]
     if lacking is None or watch is None:
         return average
-    stuck = [finding.key.removeprefix(_STATE) for finding in findings if finding.key.startswith(_STATE)]
+    stuck = [name for finding in findings for metric, name in [split_key(finding.key)] if metric in STATE_RATIOS]
     kept = watch.fingerprint.states if watch.fingerprint else {}
-    wide = bool(stuck) and all(kept.get(name) == "float32" for name in stuck)
+    wide = bool(stuck) and all(kept.get(name or "") == "float32" for name in stuck)
     trained = _alike_together(watch.trained)
     each = [advice_for(entry, lacking, wide_states=wide, alone=len(trained) == 1) for entry in trained]
     each = _of_one_dtype(trained, each)

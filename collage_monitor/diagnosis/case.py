@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from collage_monitor.diagnosis.evidence import Evidence, finite, longest_window
-from collage_monitor.metrics import split_key
+from collage_monitor.metrics import STATE_RATIOS, split_key
 from collage_monitor.strategies import STRATEGIES
 
 __all__ = ["Case", "EDQ_TOLERANCE", "LAYER_LOST", "LAYER_TOLERANCE", "LOST_TOLERANCE"]
@@ -23,7 +23,7 @@ LAYER_LOST: Final = 0.5
 """Of a layer's updates, by their number and by their error: the most of them."""
 LAYER_TOLERANCE: Final = 1e-5
 """Layers with no larger share of Σ u² were not to move."""
-_MOVES: Final = {"lost_update_ratio": LOST_TOLERANCE, "state_decrement_ratio": 0.1}
+_MOVES: Final = {"lost_update_ratio": LOST_TOLERANCE, **dict.fromkeys(STATE_RATIOS, 0.1)}
 """A change that is told of the newest steps; of other metrics EDQ_TOLERANCE."""
 
 

@@ -11,17 +11,19 @@ from collections.abc import Iterator
 from typing import Final
 
 from collage_monitor.diagnosis.case import EDQ_TOLERANCE, LOST_TOLERANCE, Case
-from collage_monitor.diagnosis.evidence import finite, state_decrements
+from collage_monitor.diagnosis.evidence import finite, labelled, state_ratios
 from collage_monitor.diagnosis.remedies import IN_NO_OPTIMIZER, NO_GRADIENTS, OTHERS, RATE_0, SKIPPED, ZERO
 from collage_monitor.diagnosis.states import (
     DECAY,
     ORACLE_TOLERANCE,
     STATE_TOLERANCE,
+    noise_key,
     rounds_decay,
     state_in_words,
     takes_rounding,
 )
 from collage_monitor.diagnosis.words import is_named_by_group, oracle_reach, orphans, percent, silence
+from collage_monitor.metrics import split_key
 from collage_monitor.wire import Finding
 
 __all__ = ["doubts", "little_measured", "nothing_but_decay", "nothing_intended", "witnesses"]
@@ -233,12 +235,12 @@ def witnesses(case: Case) -> Iterator[Finding]:
         way = case.number("oracle_displacement_ratio") or 0.0
         told = f"what rounding took comes back: {way:.3f} of the oracle's way"
     yield _witness(f"updates arrive ({told})", "edq_ratio", edq, EDQ_TOLERANCE)
-    for name, value in state_decrements(case.model).items():
+    for key, value in state_ratios(case.model).items():
         # A witness proves nothing if chance could have moved it here from 0.
-        chance = case.chance(f"state_decrement_noise_ratio/{name}")
-        if STATE_TOLERANCE + chance < 1 and not takes_rounding(case, name):
-            text = f"{name} {state_in_words(case, name, value)[1]} ({value:.3f})"
-            yield _witness(text, f"state_decrement_ratio/{name}", value, STATE_TOLERANCE)
+        name = split_key(key)[1] or ""
+        if STATE_TOLERANCE + case.chance(noise_key(key)) < 1 and not takes_rounding(case, name):
+            text = f"{name} {state_in_words(case, key, value)[1]} ({value:.3f})"
+            yield _witness(text, key, value, STATE_TOLERANCE)
     oracle = case.number("edq_oracle_ratio")
     # One that is off, if by what chance may do, confirms nothing; nor does one that moves.
     agrees = oracle is not None and abs(1 - oracle) <= ORACLE_TOLERANCE
@@ -261,7 +263,11 @@ def _kept_safely(case: Case) -> str:
     if not averages:
         kept = "no state but what completes the weights" if seen.states else "no state that could go wrong"
         return "its states by row and column, in 32 bits" if seen.factored else kept
-    grows = not state_decrements(case.model) and first is not None and (last or 0) - first >= _SEVERAL_STEPS
+    grows = (
+        not labelled(case.model, "state_decrement_ratio")
+        and first is not None
+        and (last or 0) - first >= _SEVERAL_STEPS
+    )
     if grows and all(map(_WIDE.fullmatch, averages.values())) and not seen.factored:
         return f"{' and '.join(averages)} in 32 bits, and no element of it ever had to shrink"
     return ""

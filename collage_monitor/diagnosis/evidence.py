@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from collage_monitor.definitions import Array
 from collage_monitor.diagnosis.since import History
-from collage_monitor.metrics import split_key
+from collage_monitor.metrics import STATE_RATIOS, split_key
 from collage_monitor.statistics import Totals, finish_all, reduce_steps
 from collage_monitor.wire import Attempt, Number, WatchInfo
 
@@ -35,7 +35,8 @@ __all__ = [
     "longest_window",
     "recent_points",
     "silent_ranks",
-    "state_decrements",
+    "state_ratios",
+    "tracked_metrics",
 ]
 
 Values = Mapping[str, Number | None]
@@ -215,9 +216,22 @@ def longest_window(metrics: Values, name: str) -> tuple[int, float] | None:
     return max(found, default=None)
 
 
-def state_decrements(metrics: Values) -> dict[str, float]:
-    """The defined state decrements by the name of their state."""
-    return labelled(metrics, "state_decrement_ratio")
+def state_ratios(metrics: Values) -> dict[str, float]:
+    """The defined decrements of averages, then increments of sums, by their keys."""
+    return {f"{name}/{label}": value for name in STATE_RATIOS for label, value in labelled(metrics, name).items()}
+
+
+def tracked_metrics(statistics: Iterable[str]) -> list[str]:
+    """The metrics that say since when something holds: EDQ, the share lost, and the states' ratios, as far as these
+    statistics make any."""
+    labels = [split_key(key) for key in statistics]
+    states = (
+        f"{ratio}/{label}"
+        for ratio in STATE_RATIOS
+        for name, label in labels
+        if name == ratio.replace("_ratio", "_observed_sum")
+    )
+    return ["edq_ratio", "lost_update_ratio", *states]
 
 
 def labelled(metrics: Values, name: str) -> dict[str, float]:

@@ -1,5 +1,5 @@
-"""The memory of an optimizer between steps: averages that cannot decay, weight decay that is lost, steps that drift
-from those of an fp64 optimizer.
+"""The memory of an optimizer between steps: averages that cannot decay, sums that cannot grow, weight decay that is
+lost, steps that drift from those of an fp64 optimizer.
 
 In each alert `checks[i]` weighs `other_causes[i]`. Names of alerts are fixed: stored incidents, silences and
 Prometheus rules go by them. Bounds are stated in `docs/reference/verdict.md`, each with its case in
@@ -23,9 +23,10 @@ from collage_monitor.diagnosis.causes import (
     supported,
     text_of,
 )
-from collage_monitor.diagnosis.evidence import state_decrements
+from collage_monitor.diagnosis.evidence import state_ratios
 from collage_monitor.diagnosis.problem import Bound, Problem
 from collage_monitor.diagnosis.words import oracle_reach, percent
+from collage_monitor.metrics import STATE_RATIOS, split_key
 from collage_monitor.wire import DECAYS_APART, Finding
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "ORACLE_TOLERANCE",
     "PROBLEMS",
     "STATE_TOLERANCE",
+    "noise_key",
     "rounds_decay",
     "state_in_words",
     "takes_rounding",
@@ -51,22 +53,38 @@ _CATCHES_UP_STEPS: Final = 3000
 _STUCK: Final = Bound("state_decrement_ratio", "<", 1 - STATE_TOLERANCE, alert_threshold=-math.inf)
 _SECOND_MOMENT: Final = Bound("state_decrement_ratio/exp_avg_sq", "<", 1 - STATE_TOLERANCE, alert_threshold=0.5)
 _FAST: Final = Bound("state_decrement_ratio", ">", 1 + STATE_TOLERANCE, alert_threshold=math.inf)
+_INCREMENT: Final = STATE_RATIOS[1]
+_SUM_SLOW: Final = Bound(_INCREMENT, "<", 1 - STATE_TOLERANCE, alert_threshold=-math.inf)
+_SUM_FAST: Final = Bound(_INCREMENT, ">", 1 + STATE_TOLERANCE, alert_threshold=math.inf)
 DECAY: Final = Bound("decay_ratio", "<", 0.5)
 _ORACLE_LOW: Final = Bound("edq_oracle_ratio", "<", 1 - ORACLE_TOLERANCE, alert_threshold=0.75, to_nearest=True)
 _ORACLE_HIGH: Final = Bound("edq_oracle_ratio", ">", 1 + ORACLE_TOLERANCE, alert_threshold=1.25, to_nearest=True)
 
 
-def state_in_words(case: Case, name: str, value: float) -> tuple[str, str]:
-    """(what is wrong, "" if nothing; a clause that says it) for a state that shrinks by `value` times the intended
-    decrements."""
-    slack = STATE_TOLERANCE + case.chance(f"state_decrement_noise_ratio/{name}")
-    if abs(1 - value) > slack and takes_rounding(case, name):
+def noise_key(key: str) -> str:
+    """The key of the standard error of a state's ratio where states are rounded at random."""
+    return key.replace("_ratio/", "_noise_ratio/")
+
+
+def state_in_words(case: Case, key: str, value: float) -> tuple[str, str]:
+    """(what is wrong, "" if nothing; a clause that says it) for a state whose decrements, or whose increments if it
+    is a sum, are `value` times the intended ones; `key`: that of the ratio."""
+    metric, name = split_key(key)
+    value, slack = _judged(case, key, value), STATE_TOLERANCE + case.chance(noise_key(key))
+    moves = "grows" if metric == _INCREMENT else "decays"
+    if abs(1 - value) > slack and takes_rounding(case, name or ""):
         return "", "takes what rounding leaves of the weights"
     if value < 1 - slack:
-        return "is stuck", "does not decay as it should"
+        return "is stuck", f"does not {moves[:-1]} as it should"
     if value > 1 + slack:
-        return "decays too fast", "decays too fast"
-    return "", "decays as it should" if abs(1 - value) <= STATE_TOLERANCE else "is off by what chance may do"
+        return f"{moves} too fast", f"{moves} too fast"
+    return "", f"{moves} as it should" if abs(1 - value) <= STATE_TOLERANCE else "is off by what chance may do"
+
+
+def _judged(case: Case, key: str, value: float) -> float:
+    """The newest steps' ratio of a sum, if it is lower: what a sum once missed it never gets back."""
+    now = case.moved(key) if split_key(key)[0] == _INCREMENT else None
+    return value if now is None else min(value, now)
 
 
 def takes_rounding(case: Case, name: str) -> bool:
@@ -76,22 +94,25 @@ def takes_rounding(case: Case, name: str) -> bool:
 
 
 def _states(case: Case) -> Iterator[Finding]:
-    """Find averages that decay too little or too fast. Decrements below half a gap are rounded away: the average
-    can only grow, and steps become too small. EDQ trusts the stored state, so it cannot see this."""
-    for name, value in state_decrements(case.model).items():
-        wrong, clause = state_in_words(case, name, value)
+    """Find averages that decay too little or too fast, and sums that grow so. Changes below half a gap are rounded
+    away: an average can only grow, and steps become too small; a sum stands still, and steps stay too large. EDQ
+    trusts the stored state, so it cannot see this."""
+    for key, value in state_ratios(case.model).items():
+        wrong, clause = state_in_words(case, key, value)
         if not wrong:
             continue
-        key = f"state_decrement_ratio/{name}"
-        now, slack = case.moved(key), STATE_TOLERANCE + case.chance(f"state_decrement_noise_ratio/{name}")
-        moved = "" if now is None else f", {now:.3f} now"
-        health, bound = ("states are stuck", 1 - slack) if value < 1 else ("steps are off", 1 + slack)
+        metric, name = split_key(key)
+        now, slack = case.moved(key), STATE_TOLERANCE + case.chance(noise_key(key))
+        moved, judged = "" if now is None else f", {now:.3f} now", _judged(case, key, value)
+        health, bound = ("states are stuck", 1 - slack) if judged < 1 else ("steps are off", 1 + slack)
         text = f"the state {name} {clause} ({value:.3f}{moved})"
+        sums = metric == _INCREMENT
+        if sums and 0 < judged < 1:
+            text += f": steps that divide by its root tend to {judged**-0.5:.2f} times the right length"
         if value < 0:
-            wrong, text = (
-                "grows instead",
-                f"the state {name} grows where it should shrink, by {-value:.2f} times as much",
-            )
+            own, other = ("shrinks", "grow") if sums else ("grows", "shrink")
+            wrong = f"{own} instead"
+            text = f"the state {name} {own} where it should {other}, by {-value:.2f} times as much"
         yield Finding(health, text, key, value, bound, short=f"{name} {wrong}", now=now)
 
 
@@ -155,6 +176,8 @@ PROBLEMS: Final = (
         _STUCK,
         _SECOND_MOMENT,
         _FAST,
+        _SUM_SLOW,
+        _SUM_FAST,
         for_seconds=900.0,
         severity="warning",
         on_by_default=True,

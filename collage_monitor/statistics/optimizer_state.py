@@ -30,10 +30,12 @@ STATES = Definition(
                 "Σ (|s after| − |s before|) as stored, over elements whose |s| should shrink."
             ),
             state_decrement_intended_sum="The same sum in exact arithmetic.",
+            state_increment_observed_sum=(
+                "Σ (|s after| − |s before|) as stored of a state that only sums up, where |s| should grow."
+            ),
+            state_increment_intended_sum="The same sum in exact arithmetic.",
         ),
-        rounding_variance(
-            "state_rounding_variance", "state²", "observed decrements", "intended ones", label="state"
-        ),
+        rounding_variance("state_rounding_variance", "state²", "observed changes", "intended ones", label="state"),
         *sums(
             "elements",
             needs=("intended",),
@@ -63,6 +65,29 @@ STATES = Definition(
             "√state_rounding_variance / |Σ intended decrements|",
             "Standard error of state_decrement_ratio where states are rounded at random: what chance makes of it.",
             needs=("state_rounding_variance", "state_decrement_intended_sum"),
+            finish=noise_ratio,
+            label="state",
+            ideal=0.0,
+        ),
+        Metric(
+            "state_increment_ratio",
+            "State increment",
+            "ratio",
+            "Σ (|s after| − |s before|) observed / intended, of a sum, where |s| should grow",
+            "1: the sum, as Adagrad's, takes all that is added to it. Below 1, part of that is rounded away, and "
+            "steps that divide by the sum's root become too long.",
+            needs=("state_increment_observed_sum", "state_increment_intended_sum"),
+            finish=ratio,
+            label="state",
+            ideal=1.0,
+        ),
+        Metric(
+            "state_increment_noise_ratio",
+            "State increment, noise of rounding",
+            "ratio",
+            "√state_rounding_variance / |Σ intended increments|",
+            "Standard error of state_increment_ratio where states are rounded at random: what chance makes of it.",
+            needs=("state_rounding_variance", "state_increment_intended_sum"),
             finish=noise_ratio,
             label="state",
             ideal=0.0,

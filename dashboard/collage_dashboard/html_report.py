@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from collage_dashboard.components import over_steps
-from collage_dashboard.descriptions import STATE, describe, interval, state_key, when
+from collage_dashboard.descriptions import describe, interval, state_key, when
 from collage_dashboard.figures.picture import picture
 from collage_dashboard.figures.style import strategy_colour
 from collage_dashboard.number_downloads import file_stem
@@ -50,7 +50,7 @@ from collage_monitor import __version__, wire
 from collage_monitor.diagnosis import CAVEATS
 from collage_monitor.errors import CollageError
 from collage_monitor.forecast import ForecastError
-from collage_monitor.metrics import split_key
+from collage_monitor.metrics import STATE_RATIOS, split_key
 from collage_monitor.number_text import count, share_text, value_text
 from collage_monitor.recommendation import recommendation
 from collage_monitor.run_history import read_forecast
@@ -142,7 +142,7 @@ def _about_run(reader: Reader, run_id: str, schedule: RateSchedule | None) -> st
     story = Story(strategy_colour(strategy, watch.dtype if watch else None))
     step = "no step yet" if run.last_step is None else f"step {count(run.last_step)}"
     curves = [key for key in _LOGGED if key in run.scalars]
-    curves += [*_MEASURED, *sorted(key for key in run.latest if split_key(key)[0] == STATE)]
+    curves += [*_MEASURED, *sorted(key for key in run.latest if split_key(key)[0] in STATE_RATIOS)]
     charts = [_chart(describe(key).title, draw("series", key, view, reader, story)) for key in curves]
     charts.append(_chart("Update size against the grid", draw("histogram", "", view, reader)))
     charts.append(_chart("Updates lost by layer", draw("heatmap", "lost_update_ratio", view, reader), wide=True))

@@ -17,7 +17,7 @@ from collage_monitor.client import Client
 from collage_monitor.diagnosis import EDQ_TOLERANCE, finite
 from collage_monitor.diagnosis.causes import Breach, IncidentEvidence, Span
 from collage_monitor.errors import NotFound
-from collage_monitor.metrics import METRICS, split_key
+from collage_monitor.metrics import METRICS, STATE_RATIOS, split_key
 from collage_monitor.onset import Onset
 from collage_monitor.run_history import read_history
 from collage_monitor.wire import Number, from_number
@@ -36,7 +36,7 @@ COMPARED_METRICS: Final = (
     "edq_ratio",
     "lost_update_ratio",
     "half_ulp_margin",
-    "state_decrement_ratio",
+    *STATE_RATIOS,
     "edq_oracle_ratio",
     "oracle_steps",
     "residual_zero_ratio",

@@ -303,7 +303,7 @@ def evaluate(
     layers = tuple(dict.fromkeys(key for metric in OF_LAYERS for key in statistics_for(metric, intervals=False)))
     edq, lost = (statistics_for(name, intervals=False) for name in ("edq_ratio", "lost_update_ratio"))
     model = read(None, past)
-    states = tuple(key for key in model.totals if key.startswith("state_decrement_"))
+    states = tuple(key for key in model.totals if key.startswith(("state_decrement_", "state_increment_")))
     history = Selection(first_step=first_step, points=_HISTORY_POINTS)
     merged = read(layers, replace(past, points=1, by_layer=True))
     losing = most_losing(merged, _MOST_LAYERS)

@@ -85,6 +85,16 @@ def decrements(before, intended, observed) -> tuple[Fraction, Fraction]:
     return seen, wanted
 
 
+def increments(before, intended, observed) -> tuple[Fraction, Fraction]:
+    """(observed, intended) Σ (|s after| − |s before|) over elements whose |s| should grow."""
+    grow = [
+        (abs(o) - abs(b), abs(i) - abs(b))
+        for b, i, o in zip(before, intended, observed, strict=True)
+        if None not in (b, i) and abs(i) > abs(b)
+    ]
+    return total(seen for seen, _ in grow), total(wanted for _, wanted in grow)
+
+
 def total(products) -> Fraction:
     return sum((x for x in products), Fraction(0))
 

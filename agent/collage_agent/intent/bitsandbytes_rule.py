@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -82,12 +83,12 @@ class BitsandbytesRule:
     """u by the rule that the optimizer names, for states in fp32 or in 8-bit blocks; same calls as `Shadow`."""
 
     kind: Final = "rule"
-    composition: Final = PLAIN
     stochastic: Final[bool | None] = False
     unexplained: Final[str | None] = None
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._rule = _RULES[_rule_name(optimizer)]
+        self.composition = replace(PLAIN, growing=frozenset({"state1"} if self._rule is _adagrad else ()))
 
     def follows(self, kind: type[CollageOptimizer]) -> bool:
         """Whether it is the rule of that class of ours, with the same options."""

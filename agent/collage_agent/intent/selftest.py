@@ -7,8 +7,9 @@ together. The probe covers only the branches that its steps take.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -26,6 +27,8 @@ _SHAPES: Final = ((24, 16), (40,))
 _MATRIX_SHAPES: Final = ((24, 16), (8, 5))
 _LONGEST: Final = 24
 _RIGHT_ANGLES: Final = (10, 14)
+_SCALES: Final = (1.0, 0.01, 0.01, 0.01)
+_NEARLY_ALL: Final = 0.9
 _CANNOT_RUN: Final = "cannot step probe tensors"
 _STILL: Final = "does not move probe tensors"
 _DECOUPLED: Final = Composition(gradient="decoupled_grad")
@@ -72,11 +75,13 @@ def _tested(optimizer: Optimizer, group: dict[str, Any], composition: Compositio
     name = type(optimizer).__name__
     failure, widens, bits = _first_that_runs(_elementwise_failure, optimizer, group, composition)
     if failure is None:
-        return SelfTestResult("shadow", widens, composition=composition, bits=bits)
+        growing = _growing(optimizer, group, composition, widens)
+        return SelfTestResult("shadow", widens, composition=replace(composition, growing=growing), bits=bits)
     if any(known in failure for known in (_CANNOT_RUN, _STILL, _COARSE)):
         return SelfTestResult("before-after", reason=f"{name} {failure}", composition=composition)
     whole, widens, bits = _first_that_runs(_separable_failure, optimizer, group, composition)
     if whole is None:
+        composition = replace(composition, growing=_growing(optimizer, group, composition, widens))
         return SelfTestResult("whole-tensor", widens, f"{name} {failure}", bits, composition)
     both = failure if whole == failure else f"{failure}; it {whole}"
     return SelfTestResult("before-after", reason=f"{name} {both}", composition=composition)
@@ -213,6 +218,35 @@ def _separable_failure(
     if coarse:
         return _COARSE
     return _STILL if still else None
+
+
+def _growing(optimizer: Optimizer, group: dict[str, Any], composition: Composition, widens: bool) -> frozenset[str]:
+    """The states that sum up, as Adagrad's: no element of |s| ever shrinks, and they grow however small gradients
+    are. A moving average would shrink then, and a maximum stand still."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(_SHAPES[0], generator=generator, dtype=torch.float64)
+    seen: list[dict[str, Tensor]] = []
+    try:
+        run = ProbeRun(optimizer, group, [start], Widening() if widens else None, composition)
+        for scale in _SCALES:
+            run.step([scale * torch.randn(start.shape, generator=generator, dtype=torch.float64)])
+            kept = {key: value for key, value in run.state(0).items() if _is_like(value, start)}
+            seen.append({key: value.abs() for key, value in kept.items()})
+    except Exception:
+        return frozenset()
+    pairs = list(itertools.pairwise(seen))
+    return frozenset(
+        key for key in seen[-1] if all(key in old and _grows(old[key], new[key]) for old, new in pairs)
+    )
+
+
+def _grows(old: Tensor, new: Tensor) -> bool:
+    # Beside a large sum the smallest squares are lost in fp64, too.
+    return bool(new.ge(old).all()) and float(new.gt(old).double().mean()) > _NEARLY_ALL
+
+
+def _is_like(value: object, start: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == start.shape and value.is_floating_point()
 
 
 def _gradient(step: int, gradients: list[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:

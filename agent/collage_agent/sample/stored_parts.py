@@ -61,7 +61,7 @@ class Composition:
     kept as floats. master: is the stored weight by itself. low_suffix: an average's key with it is its low
     component. If a tensor lacks a key, that part is left out. gradient: the attribute of a parameter that holds the
     gradient which is stepped. sparse: only sparse gradients are. decays_apart: weight decay is an operation of its
-    own, rounded to the weight's dtype, whatever is kept beside it.
+    own, rounded to the weight's dtype, whatever is kept beside it. growing: states that only sum up.
     """
 
     residual: str | None = None
@@ -73,6 +73,7 @@ class Composition:
     gradient: Literal["grad", "decoupled_grad"] = "grad"
     sparse: bool = False
     decays_apart: bool = field(default=False, compare=False)
+    growing: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def is_plain(self) -> bool:

@@ -30,13 +30,18 @@ __all__ = [
     "measure_states",
     "residual_block_sums",
     "residuals_left",
-    "state_decrement_block_sums",
+    "state_change_block_sums",
     "zero_block_counts",
 ]
 
 _DECREMENT_KEYS: Final = (
     "state_decrement_intended_sum",
     "state_decrement_observed_sum",
+    "state_rounding_variance",
+)
+_INCREMENT_KEYS: Final = (
+    "state_increment_intended_sum",
+    "state_increment_observed_sum",
     "state_rounding_variance",
 )
 _DECAY_KEYS: Final = ("decay_kept_sum", "decay_squared_sum")
@@ -53,9 +58,9 @@ _BIAS_32 = 127
 
 
 def measure_states(step: StepView) -> Sums:
-    """How moving averages shrank, as intended and as observed, and where they are zero; nothing without a u.
+    """How averages shrank and sums grew, as intended and as observed, and where they are zero; nothing without a u.
 
-    No decrement was possible where an average is new. float16 ones are asked whether they are infinite.
+    A new state was not there to change. float16 ones are asked whether they are infinite.
     """
     averages = step.averages
     if not step.intended_known:
@@ -66,11 +71,12 @@ def measure_states(step: StepView) -> Sums:
     zeros = _zeros(step, excluded)
     short = [name for name, parts in averages.components.items() if parts[0].dtype is torch.float16]
     infinite = [_infinite(step, excluded, name) for name in short]
-    sums = state_decrement_block_sums(averages.states, excluded, step.block) if averages.names else None
+    growing = [place for place, name in enumerate(averages.names) if name in averages.growing]
+    sums = state_change_block_sums(averages.states, excluded, step.block, growing) if averages.names else None
     new = step.gradient.new_zeros(2, len(step.block_elements))
-    for name in averages.decaying:
+    for name in (*averages.decaying, *averages.growing):
         known = sums is not None and name in averages.names
-        keys += [f"{kind}/{name}" for kind in _DECREMENT_KEYS]
+        keys += [f"{kind}/{name}" for kind in (_INCREMENT_KEYS if name in averages.growing else _DECREMENT_KEYS)]
         own = sums[:, averages.names.index(name)] if sums is not None and known else new
         rows += [own, squared_difference(own[1:], own[0])]
     keys += ["gradient_nonzero", *(f"state_zero/{name}" for name in averages.components)]
@@ -107,8 +113,11 @@ def _zeros(step: StepView, excluded: Tensor | None) -> Tensor:
     return zeros
 
 
-def state_decrement_block_sums(states: Tensor, excluded: Tensor | None, block: int) -> Tensor:
-    """Σ (|s after| − |s before|) observed, and intended, over the elements of each block whose |s| should shrink.
+def state_change_block_sums(
+    states: Tensor, excluded: Tensor | None, block: int, growing: Sequence[int] = ()
+) -> Tensor:
+    """Σ (|s after| − |s before|) observed, and intended, over the elements of each block whose |s| should shrink;
+    of the states at the places `growing`, over those whose |s| should grow.
 
     states [3, k, slots] fp64: |s| before, s after the step in exact arithmetic, and s as stored after it, of k
     states, low components included; used as scratch. `excluded` uint8 [slots]: elements that enter no sum; None:
@@ -116,11 +125,14 @@ def state_decrement_block_sums(states: Tensor, excluded: Tensor | None, block: i
     synchronisation.
     """
     changes = states[1:].abs_().sub_(states[:1])
-    shrinks = changes[0].lt(0).view(torch.int8)
+    counted = changes[0].lt(0)
+    for place in growing:
+        torch.gt(changes[0, place], 0, out=counted[place])
+    taken = counted.view(torch.int8)
     if excluded is not None:
-        shrinks.bitwise_and_(excluded.view(torch.int8).bitwise_xor(1))
+        taken.bitwise_and_(excluded.view(torch.int8).bitwise_xor(1))
     # Negated before they are widened: −1 has all bits set in any width.
-    changes.view(torch.int64).bitwise_and_(shrinks.neg_().to(torch.int64))
+    changes.view(torch.int64).bitwise_and_(taken.neg_().to(torch.int64))
     return block_sums(changes, block)
 
 

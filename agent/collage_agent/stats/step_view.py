@@ -34,17 +34,19 @@ ROWS: Final = ("parameter", "gradient", "effective", "visible", "intended")
 
 @dataclass(frozen=True)
 class MovingAverages:
-    """The averages that an optimizer keeps, in a measured step.
+    """The averages and sums that an optimizer keeps, in a measured step.
 
     names: the rows of `states` fp64 [3, names, slots]: |s| before the step, s after it in exact arithmetic, and
-    room for s as stored after it. decaying: those that can be judged by how they shrink; others than `names` are
-    new. components: what adds up to each as stored after the step, the leading one first, in their own dtypes.
+    room for s as stored after it. decaying: those that can be judged by how they shrink, and growing, sums, by how
+    they grow; others than `names` are new. components: what adds up to each as stored after the step, the leading
+    one first, in their own dtypes.
     """
 
     names: tuple[str, ...]
     states: Tensor
     decaying: tuple[str, ...]
     components: Mapping[str, Sequence[Tensor]]
+    growing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -55,12 +55,13 @@ class KeptState:
 
 @dataclass(frozen=True)
 class Average:
-    """A moving average, the sum of the values under these keys."""
+    """A moving average, or a sum over the steps: the sum of the values under these keys."""
 
     name: str
     components: tuple[str, ...]
     is_float: bool
     is_decaying: bool
+    is_growing: bool
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class StateLayout:
                 name,
                 components=tuple(stored_parts.components(name, keys, composition)),
                 is_float=kept[name].dtype.is_floating_point,
-                is_decaying=stored_parts.decaying(state, name),
+                is_decaying=stored_parts.decaying(state, name) and name not in composition.growing,
+                is_growing=stored_parts.decaying(state, name) and name in composition.growing,
             )
             for name in stored_parts.average_names(keys, composition)
         )
@@ -152,12 +154,16 @@ class StepLayout:
     @cached_property
     def decaying(self) -> tuple[str, ...]:
         """Names of averages that can be judged by how they shrink: those of `names`, and new ones."""
+        return self._judged([entry.name for entry in self.after.averages if entry.is_decaying])
+
+    @cached_property
+    def growing(self) -> tuple[str, ...]:
+        """Names of sums, which are judged by how they grow: those of `names`, and new ones."""
+        return self._judged([entry.name for entry in self.after.averages if entry.is_growing])
+
+    def _judged(self, names: Sequence[str]) -> tuple[str, ...]:
         before = {entry.name for entry in self.before.averages}
-        return tuple(
-            entry.name
-            for entry in self.after.averages
-            if entry.is_decaying and (entry.name in self.names or entry.name not in before)
-        )
+        return tuple(name for name in names if name in self.names or name not in before)
 
     @cached_property
     def present(self) -> dict[str, tuple[str, ...]]:

@@ -319,7 +319,7 @@ def _fill_effective(step: ObservedStep, parameter: Tensor, visible: Tensor, effe
 def _averages_of(step: ObservedStep, update: IntendedUpdate) -> MovingAverages:
     layout = step.layout
     present = {name: [step.after[key] for key in keys] for name, keys in layout.present.items()}
-    return MovingAverages(layout.names, update.states, layout.decaying, present)
+    return MovingAverages(layout.names, update.states, layout.decaying, present, layout.growing)
 
 
 def _held_by(step: ObservedStep, update: IntendedUpdate, intended: Tensor, registered: Tensor) -> Tensor | None:

@@ -34,10 +34,11 @@ from collage_monitor.diagnosis import (
     longest_window,
     oracle_reach,
     percent,
-    state_decrements,
     state_in_words,
+    state_ratios,
+    tracked_metrics,
 )
-from collage_monitor.metrics import split_key
+from collage_monitor.metrics import STATE_RATIOS, split_key
 from collage_monitor.number_text import number
 from collage_monitor.onset import find_onsets
 from collage_monitor.statistics import finish, finish_all, reduce_shards
@@ -58,7 +59,7 @@ _ZERO_TOLERANCE: Final = 0.01
 _WORTH_A_DELTA: Final = 0.5
 """Share of a copy's bytes below which sending what changed is worth saying."""
 _DRIFT_TOLERANCE: Final = 0.25
-_STEPS_KEPT: Final = ("edq_oracle_ratio", "state_decrement_ratio/")
+_STEPS_KEPT: Final = ("edq_oracle_ratio", *STATE_RATIOS)
 """What may be off although each step arrives."""
 _NO_MEASUREMENTS: Final[Mapping[tuple[str, ...], Measurement]] = {}
 
@@ -113,9 +114,7 @@ def evidence_of_past(
 
 def _history(past: PastTotals, names: Sequence[str]) -> History:
     """The metrics of the whole past that tell since when."""
-    labels = [split_key(key)[1] for key in past.totals if split_key(key)[0] == "state_decrement_observed_sum"]
-    keys = ("edq_ratio", "lost_update_ratio", *(f"state_decrement_ratio/{label}" for label in labels))
-    columns = {key: finish(key, past.totals).T for key in keys}
+    columns = {key: finish(key, past.totals).T for key in tracked_metrics(past.totals)}
     edq = columns["edq_ratio"]
 
     def track(key: str, column: int) -> Track:
@@ -129,7 +128,7 @@ def _history(past: PastTotals, names: Sequence[str]) -> History:
         last_steps=past.last_steps,
     )
     return History(
-        {key: track(key, MODEL) for key in keys},
+        {key: track(key, MODEL) for key in columns},
         of_layer=lambda key, layer: track(key, MODEL + 1 + names.index(layer)) if key in columns else None,
         changes=changes,
     )
@@ -235,10 +234,12 @@ def _of(values: Values, key: str) -> float:
 
 
 def _states(case: Case) -> Iterator[str]:
-    found = state_decrements(case.model)
-    for name, value in found.items():
-        told = state_in_words(case, name, value)[1]
-        yield f"state {name}: decrements {value:.3f} of the intended ones: it {told}"
+    found = state_ratios(case.model)
+    for key, value in found.items():
+        (metric, name), told = split_key(key), state_in_words(case, key, value)[1]
+        changes = metric.removeprefix("state_").removesuffix("_ratio")
+        now = "" if (moved := case.moved(key)) is None else f", {moved:.3f} now"
+        yield f"state {name}: {changes}s {value:.3f} of the intended ones{now}: it {told}"
     if not found:
         yield "states: unknown, no moving average should have shrunk"
 

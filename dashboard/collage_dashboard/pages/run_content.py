@@ -24,7 +24,7 @@ from collage_dashboard.components import (
     state_badge,
     verdict_line,
 )
-from collage_dashboard.descriptions import STATE, describe, interval, state_key
+from collage_dashboard.descriptions import describe, interval, state_key
 from collage_dashboard.figures import class_shares, heatmap, update_histogram
 from collage_dashboard.figures.classes import CLASSES
 from collage_dashboard.figures.heatmap import SMALLEST_HEIGHT, block_of
@@ -45,7 +45,7 @@ from collage_monitor import wire
 from collage_monitor.diagnosis import NOW_STEPS
 from collage_monitor.errors import NotAuthorised, ServerRefusal
 from collage_monitor.forecast import LOST, ForecastError
-from collage_monitor.metrics import SCALARS, split_key
+from collage_monitor.metrics import SCALARS, STATE_RATIOS, split_key
 from collage_monitor.number_text import count, number, share_text, value_text
 from collage_monitor.run_history import read_forecast
 from collage_monitor.schedule import parse_schedule
@@ -240,11 +240,16 @@ def search(view: View, run: wire.Run) -> dmc.TextInput:
 
 def _is_kept_beside(key: str) -> bool:
     """Whether a metric is about what the optimizer keeps beside the weights."""
-    return split_key(key)[0] in {STATE, "residual_fill_ratio", "residual_zero_ratio", "residual_dropped_ratio"}
+    return split_key(key)[0] in {
+        *STATE_RATIOS,
+        "residual_fill_ratio",
+        "residual_zero_ratio",
+        "residual_dropped_ratio",
+    }
 
 
 def _states_first(key: str) -> tuple[bool, str]:
-    return split_key(key)[0] != STATE, key
+    return split_key(key)[0] not in STATE_RATIOS, key
 
 
 def first_curves(view: View, run: wire.Run) -> list[Any]:

@@ -21,7 +21,7 @@ from collage_dashboard.view import View
 from collage_monitor import wire
 from collage_monitor.diagnosis import LOST_TOLERANCE, Track, finite, since_beyond
 from collage_monitor.errors import NotAuthorised, ServerRefusal
-from collage_monitor.metrics import METRICS, split_key
+from collage_monitor.metrics import METRICS, STATE_RATIOS, split_key
 from collage_monitor.number_text import count, share_text, value_text
 
 __all__ = [
@@ -54,7 +54,7 @@ _SHOWN: Final = (
     "param_norm",
     "update_to_weight_ratio",
     "decay_ratio",
-    "state_decrement_ratio",
+    *STATE_RATIOS,
     "state_zero_ratio",
     "residual_fill_ratio",
     "residual_zero_ratio",

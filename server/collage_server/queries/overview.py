@@ -26,8 +26,9 @@ from collage_monitor.diagnosis import (
     last_change,
     recent_points,
     silent_ranks,
+    tracked_metrics,
 )
-from collage_monitor.metrics import split_key
+from collage_monitor.metrics import STATE_RATIOS, split_key
 from collage_monitor.onset import Onset, find_onset, find_onsets
 from collage_monitor.statistics import finished, reduce_steps
 from collage_server.store import Points, RunRecord, ScalarPoints
@@ -57,14 +58,13 @@ _SHOWN: Final = frozenset(
         "lost_window_ratio",
         "oracle_displacement_ratio",
         "oracle_steps",
-        "state_decrement_ratio",
+        *STATE_RATIOS,
         "update_to_weight_ratio",
     }
 )
 """Metrics that pages show as numbers; each with its interval and labels."""
 _LEAST_RECENT: Final = 8
 """Points, of a run of few."""
-_OBSERVED: Final = "state_decrement_observed_sum"
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,8 +182,7 @@ def _interval_of(key: str) -> str | None:
 def _history(points: OverviewPoints) -> History:
     def tracks_of(history: Points) -> Iterator[tuple[str, Track]]:
         steps = history.first_steps.tolist(), history.steps.tolist()
-        labels = [split_key(key)[1] for key in history.totals if split_key(key)[0] == _OBSERVED]
-        for key in ("edq_ratio", "lost_update_ratio", *(f"state_decrement_ratio/{label}" for label in labels)):
+        for key in tracked_metrics(history.totals):
             yield key, Track(*steps, finished(key, history.totals, (len(history.steps),)))
 
     def of_layer(key: str, layer: str) -> Track | None:

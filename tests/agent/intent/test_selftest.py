@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import bitsandbytes
 import pytest
+import pytorch_optimizer
 import torch
 import torchao.optim
 import transformers
@@ -107,6 +109,31 @@ if hasattr(torch.optim, "Muon"):
 def test_elementwise_optimizers_pass(name):
     optimizer = ELEMENTWISE[name](parameters())
     assert run_selftest(optimizer, optimizer.param_groups[0]).kind == "shadow"
+
+
+@pytest.mark.parametrize(
+    ("make", "sums"),
+    [
+        (torch.optim.Adagrad, {"sum"}),
+        (partial(torch.optim.Adagrad, weight_decay=0.1, lr_decay=0.1, initial_accumulator_value=1.0), {"sum"}),
+        (pytorch_optimizer.MADGRAD, {"grad_sum_sq"}),
+        (partial(torch.optim.Adam, amsgrad=True), set()),
+        (torch.optim.Adamax, set()),
+        (torch.optim.Rprop, set()),
+        (torch.optim.ASGD, set()),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), set()),
+    ],
+)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_states_that_only_sum_up_are_found_without_their_names(make, sums, stepped):
+    """Not averages, which shrink as gradients do, nor maxima, nor step sizes that grow and shrink."""
+    own = parameters()
+    optimizer = make(own)
+    if stepped:
+        for parameter in own:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert run_selftest(optimizer, optimizer.param_groups[0]).composition.growing == sums
 
 
 @pytest.mark.parametrize("name", NOT_ELEMENTWISE)

@@ -8,11 +8,66 @@ from typing import Any
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.stats.optimizer_state import measure_states, state_decrement_block_sums, zero_block_counts
+from collage_agent.stats.optimizer_state import measure_states, state_change_block_sums, zero_block_counts
 from collage_agent.stats.step_view import MovingAverages
 from torch import nn
 
 from tests.reference import diagnostics
+
+
+@pytest.mark.parametrize("growing", [(), (0,), (1,), (0, 1)])
+def test_changes_equal_the_exact_sums_of_an_average_and_of_a_sum(growing):
+    generator = torch.Generator().manual_seed(4)
+    before, drawn = torch.randn(2, 2, 320, generator=generator, dtype=torch.float64)
+    intended = before * 0.9 + 0.2 * drawn
+    observed = intended.to(torch.bfloat16).double()
+    found = state_change_block_sums(
+        torch.stack((before.abs(), intended, observed)), torch.zeros(320, dtype=torch.uint8), 32, growing
+    ).sum(-1)
+    for place in range(2):
+        rows = [diagnostics.exact(values[place]) for values in (before, intended, observed)]
+        seen, wanted = (diagnostics.increments if place in growing else diagnostics.decrements)(*rows)
+        assert found[:, place].tolist() == pytest.approx([float(wanted), float(seen)], rel=1e-12)
+
+
+def test_increments_by_hand():
+    """A sum of 1 in bfloat16, gap 2⁻⁷: 2⁻⁹ is lost, 3·2⁻⁹ rounded up; what should not grow is left out."""
+    before = torch.tensor([1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    after = before + torch.tensor([2**-9, 3 * 2**-9, 0.0, -(2**-9)], dtype=torch.float64)
+    states = torch.stack((before, after, after.to(torch.bfloat16).double())).unsqueeze(1)
+    nothing = torch.zeros(4, dtype=torch.uint8)
+    assert state_change_block_sums(states, nothing, 4, [0])[:, 0, 0].tolist() == [4 * 2**-9, 2**-7]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "begin", "health"),
+    [
+        (torch.bfloat16, 0.0, "healthy"),
+        (torch.bfloat16, 1000.0, "states are stuck"),
+        (torch.float32, 1000.0, "healthy"),
+    ],
+)
+def test_a_sum_takes_the_share_of_its_fp64_twins_growth(dtype, begin, health):
+    """Each g² adds to Adagrad's sum. Measured whole in every step, the changes are those of the whole way."""
+    torch.manual_seed(2)
+    model = nn.Linear(48, 48).to(dtype)
+    optimizer = torch.optim.Adagrad(
+        model.parameters(), lr=0.05 * max(begin, 1.0) ** 0.5, initial_accumulator_value=begin
+    )
+    handle = watch(model, optimizer, every=1, sample="all", budget=None)
+    twins = [torch.full_like(weight, begin, dtype=torch.float64) for weight in model.parameters()]
+    for _ in range(24):
+        for weight, twin in zip(model.parameters(), twins, strict=True):
+            weight.grad = torch.randn(weight.shape).to(dtype)
+            twin += weight.grad.double() ** 2
+        optimizer.step()
+    stored = [optimizer.state[weight]["sum"].double() for weight in model.parameters()]
+    true = sum(float((own - begin).sum()) for own in stored) / sum(float((twin - begin).sum()) for twin in twins)
+    found = handle.evidence().model
+    assert "state_decrement_ratio/sum" not in found
+    assert found["state_increment_ratio/sum"] == pytest.approx(true, rel=1e-9)
+    assert handle.judgement().health == health
+    assert (true < 0.9) == (health != "healthy")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -26,7 +81,7 @@ def test_decrements_equal_the_exact_sums(seed):
     expected = diagnostics.decrements(*(diagnostics.exact(x) for x in (before, intended, observed)))
     states = torch.stack((before.abs(), intended, observed)).unsqueeze(1)
     nothing = torch.zeros(320, dtype=torch.uint8)
-    wanted, seen = state_decrement_block_sums(states, nothing, 32).sum(-1)[:, 0]
+    wanted, seen = state_change_block_sums(states, nothing, 32).sum(-1)[:, 0]
     assert float(seen) == pytest.approx(float(expected[0]), rel=1e-12)
     assert float(wanted) == pytest.approx(float(expected[1]), rel=1e-12)
 
@@ -36,7 +91,7 @@ def test_elements_left_out_and_states_that_are_not_finite_enter_no_sum():
     intended = torch.tensor([[0.5, 0.5, torch.inf, torch.nan]], dtype=torch.float64)
     states = torch.stack((before, intended, intended))
     excluded = torch.tensor([1, 0, 0, 0], dtype=torch.uint8)
-    assert state_decrement_block_sums(states, excluded, 4)[:, 0, 0].tolist() == [-0.5, -0.5]
+    assert state_change_block_sums(states, excluded, 4)[:, 0, 0].tolist() == [-0.5, -0.5]
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -45,7 +100,7 @@ def test_states_that_are_not_finite_enter_no_sum_where_nothing_else_is_left_out(
     intended = torch.tensor([[0.5, 0.25, torch.inf, torch.nan]], dtype=torch.float64) * sign
     states = torch.stack((before, intended, intended))
     nothing = torch.zeros(4, dtype=torch.uint8)
-    assert state_decrement_block_sums(states, nothing, 4)[:, 0, 0].tolist() == [-1.25, -1.25]
+    assert state_change_block_sums(states, nothing, 4)[:, 0, 0].tolist() == [-1.25, -1.25]
 
 
 @pytest.mark.parametrize("finite", [True, False])
