@@ -1,13 +1,13 @@
 """Storage strategies: how an optimizer keeps weights and states between steps, under their usual names.
 
-The code of a strategy has the same name in the agent (`collage_agent.optim`, entry-point group
-`collage_agent.strategies`).
+The code of a strategy has the same name in the optimizers (entry-point group `collage_agent.strategies`).
 
 Names are fixed: reports, checkpoints, filters and pages use them. Each strategy of `collage_optim/strategies.py`
 needs an entry here (`tests/audit/test_findings.py`); an entry alone is only recognised. An entry needs a colour
 (`tests/dashboard/test_run_styles.py`) and a row in `docs/metrics.md` (`tests/docs/test_metrics.py`). The
 order of `_recommended` was measured; `tests/optim/test_accumulation.py` holds it.
-`advice.py` calls `recommend` and `more_exact`, the optimizers' `range_guards.py` calls `more_exact`.
+`advice.py` calls `recommend` and `more_exact`; the optimizers, installed without it, advise the same
+(`tests/optim/test_range_guards.py`).
 """
 
 from __future__ import annotations

@@ -19,16 +19,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from collage_monitor.strategies import more_exact
 from collage_optim.numerics.formats import format_of, gap_towards, round_to
 from collage_optim.strategies import STRATEGIES, StateStorage, StorageStrategy, check_packed
 from collage_optim.update_rules import Moment
 
-__all__ = ["DeferredReads", "UpdateGuard", "check_moments", "check_range", "log_once", "range_findings"]
+__all__ = [
+    "DeferredReads",
+    "UpdateGuard",
+    "check_moments",
+    "check_range",
+    "log_once",
+    "more_exact",
+    "range_findings",
+]
 
 _LOGGER = logging.getLogger(__name__)
 _FIRST_LOOK = 3
 _FALL = 1.4
+_FAST = 0.98
 _LOST_SHARE = 0.05
 
 
@@ -152,18 +160,56 @@ def _advised(
 ) -> str:
     """The strategies that keep more of the lacking parts and no less of the rest, with their bytes under a rule of
     these moments."""
-    second = sum(moment.second for moment in moments)
-    counts = len(moments) - second, second
-    found = more_exact(
-        strategy.name,
-        lacking,
-        betas=[moment.decay for moment in moments if moment.decay is not None],
-        float16=dtype == torch.float16,
-        first_moments=counts[0],
-        second_moments=counts[1],
-    )
+    counts = _counts(moments)
+    found = more_exact(strategy, lacking, moments, dtype)
     told = " or ".join(f"{entry.name!r} ({entry.bytes_of(*counts)} bytes a parameter)" for entry in found)
     return f"strategy {told}" if told else "fp32 parameters"
+
+
+def more_exact(
+    present: StorageStrategy,
+    lacking: Literal["weights", "states"],
+    moments: Sequence[Moment],
+    dtype: torch.dtype,
+) -> list[StorageStrategy]:
+    """Our strategies that keep more of the lacking parts than `present` does, and no less of the rest.
+
+    The most exact, and the most exact that needs no more bytes than the present one under a rule of these moments:
+    what `collage_monitor.strategies.more_exact` advises, which knows strategies by name alone.
+    """
+    whole = present.parameter in (StateStorage.WIDE, StateStorage.SPLIT)
+    if present.name == "split-master" or (lacking == "weights" and whole):
+        return []
+    if dtype == torch.float16:
+        return [STRATEGIES["master-weights"]] if present.name != "master-weights" else []
+    found = [STRATEGIES["split-master"]]
+    if present.name == "fp32-states" or (present.name == "master-weights" and lacking == "states"):
+        return found
+    counts = _counts(moments)
+    most = present.bytes_of(*counts)
+    fitting = (STRATEGIES[name] for name in _by_exactness(moments))
+    in_no_more = next((entry for entry in fitting if entry.bytes_of(*counts) <= most), present)
+    return found if in_no_more in (*found, present) else [*found, in_no_more]
+
+
+def _by_exactness(moments: Sequence[Moment]) -> tuple[str, ...]:
+    """The most exact first, as docs/explanation/what-accumulates.md has measured it.
+
+    A second moment that moves slowly walks at random in 8 bits: bits of its own are worth more there than the
+    weight's.
+    """
+    if not _counts(moments)[1]:
+        return "split-master", "split-master-16bit", "split-master-8bit", "split-24bit-8bit"
+    decays = [moment.decay for moment in moments if moment.decay is not None]
+    slow = not decays or decays[-1] > _FAST
+    in_eight, in_seven = ("coupled-8", "coupled-7") if slow else ("split-master-8bit", "split-24bit-8bit")
+    return "split-master", "coupled-9", "split-master-16bit", in_eight, in_seven
+
+
+def _counts(moments: Sequence[Moment]) -> tuple[int, int]:
+    """How many moments of each kind."""
+    second = sum(moment.second for moment in moments)
+    return len(moments) - second, second
 
 
 @dataclass

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from collage_monitor.extensions import extensions
+from collage_optim.extensions import extensions
 
 __all__ = [
     "LOW_COMPONENT_SUFFIX",
@@ -168,6 +168,15 @@ class StorageStrategy:
         """Whether integers hold a value, or a part of it."""
         return any(storage.is_coded for storage in self.storages)
 
+    def bytes_of(self, first_moments: int = 1, second_moments: int = 1) -> int:
+        """Bytes a 16-bit parameter under a rule that keeps so many moments of each kind, the gradient included.
+
+        A weight in fp32 has a 16-bit copy beside it. Scales of blocks, 1/32 of a byte a moment, are not counted.
+        """
+        beside = 2 if self.parameter is StateStorage.WIDE else 0
+        moments = first_moments * _BYTES[self.first_moment] + second_moments * _BYTES[self.second_moment]
+        return _GRADIENT_BYTES + beside + _BYTES[self.parameter] + moments
+
     @property
     def storages(self) -> tuple[StateStorage, StateStorage, StateStorage]:
         """The storages of the weight, the first and the second moments."""
@@ -184,6 +193,15 @@ class StorageStrategy:
 _SINGLE, _PAIR, _COMPENSATED, _WIDE, _SPLIT, _SPLIT_24, _ROOT, _BLOCKS, _BLOCKS_16, _BLOCKS_6, _BLOCKS_10 = (
     StateStorage
 )
+_GRADIENT_BYTES = 2
+_BYTES = {
+    **dict.fromkeys((_PAIR, _COMPENSATED, _WIDE, _SPLIT), 4),
+    _SPLIT_24: 3,
+    **dict.fromkeys((_SINGLE, _ROOT, _BLOCKS_16, _BLOCKS_10), 2),
+    _BLOCKS: 1,
+    _BLOCKS_6: 0,
+}
+"""Bytes of a value in 16-bit training; BLOCKS_6 lies in the two of BLOCKS_10."""
 _ROUNDED_AT_RANDOM = (_SINGLE, _SPLIT_24, _ROOT, _BLOCKS, _BLOCKS_16, _BLOCKS_6, _BLOCKS_10)
 _TABLE = (
     StorageStrategy("plain", _SINGLE, _SINGLE, _SINGLE),

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from collage_monitor.extensions import extensions
 from collage_optim.arithmetic import Arithmetic, Scalar, State
+from collage_optim.extensions import extensions
 from collage_optim.from_host import from_host
 from collage_optim.hyperparameter_checks import check_learning_rate, check_not_negative, checked_betas
 

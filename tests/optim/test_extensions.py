@@ -1,6 +1,7 @@
 """Strategies and rules of other packages: the examples, installed beside us, and what is refused."""
 
 import dataclasses
+from importlib.metadata import EntryPoint
 
 import pytest
 from collage_optim import (
@@ -9,10 +10,12 @@ from collage_optim import (
     RuleOptimizer,
     StateStorage,
     StorageStrategy,
+    extensions,
     strategies,
     update_rules,
 )
 
+from collage_monitor import extensions as contract
 from collage_monitor.definitions import Strategy
 from collage_monitor.errors import CatalogueError
 from collage_monitor.strategies import catalogue_of
@@ -60,6 +63,30 @@ def test_what_is_no_strategy_or_no_rule_is_named(added):
         CollageAdamW(parameters(), strategy="mine")
     with pytest.raises(ValueError, match=r"collage_agent\.rules 'class' must be an UpdateRule object, not ABCMeta"):
         RuleOptimizer(parameters(), "class")
+
+
+REGISTERED = {
+    "none": [],
+    "in the order of their names": [("b", "collage_optim:STRATEGIES"), ("a", "math:pi")],
+    "twice": [("a", "math:pi"), ("a", "math:e")],
+    "of no module": [("a", "no_such_module:thing")],
+    "of no name": [("a", "math:no_such_name")],
+}
+
+
+@pytest.mark.parametrize("entries", REGISTERED.values(), ids=REGISTERED)
+def test_the_optimizers_find_and_refuse_what_the_contract_does(entries, monkeypatch):
+    """Each reads its own groups, without the other."""
+    outcomes: list[object] = []
+    for module in (extensions, contract):
+        points = [EntryPoint(name, value, "collage_agent.rules") for name, value in entries]
+        monkeypatch.setattr(module, "entry_points", lambda group, points=points: points)
+        try:
+            outcomes.append(list(module.extensions.__wrapped__("collage_agent.rules").items()))
+        except (ValueError, CatalogueError) as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
+    assert bool(outcomes[0]) == bool(entries)
 
 
 def test_a_strategy_of_a_package_does_not_replace_one_of_ours(added):

@@ -9,8 +9,10 @@ import pytest
 import torch
 from collage_optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD, StateStorage, integer_codes
 from collage_optim.integer_codes import stored_value
-from collage_optim.range_guards import DeferredReads, UpdateGuard, log_once
+from collage_optim.range_guards import DeferredReads, UpdateGuard, log_once, more_exact
+from collage_optim.update_rules import Moment
 
+from collage_monitor import strategies as catalogue
 from tests.agent.test_no_synchronisation import Listening
 from tests.optim.models import give_gradients, parameters, train
 
@@ -44,6 +46,50 @@ def test_decay_beyond_the_strategy(caplog, strategy, beta2, words):
     said = findings(caplog, lambda: CollageAdamW(parameters(), betas=(0.9, beta2), strategy=strategy))
     assert len(said) == 1
     assert words in said[0]
+
+
+KEPT = {
+    "SGD": (),
+    "momentum": (Moment("momentum_buffer", decay=0.9),),
+    "AdamW, fast": (Moment("exp_avg", decay=0.9), Moment("exp_avg_sq", second=True, decay=0.95)),
+    "AdamW, slow": (Moment("exp_avg", decay=0.9), Moment("exp_avg_sq", second=True, decay=0.999)),
+    "amsgrad": (
+        Moment("exp_avg", decay=0.9),
+        Moment("exp_avg_sq", second=True, decay=0.999),
+        Moment("max_exp_avg_sq", second=True),
+    ),
+    "without a decay": (Moment("mean"), Moment("square", second=True)),
+}
+"""The averages of a rule: how many and how they decay is all that advice depends on."""
+
+
+@pytest.mark.parametrize("moments", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lacking", ["weights", "states"])
+def test_the_optimizers_advise_what_the_catalogue_advises(moments, dtype, lacking):
+    """They are installed without it; two answers to one question would be one too many."""
+    second = sum(moment.second for moment in moments)
+    counts = len(moments) - second, second
+    for name, strategy in STRATEGIES.items():
+        told = catalogue.more_exact(
+            name,
+            lacking,
+            betas=[moment.decay for moment in moments if moment.decay is not None],
+            float16=dtype == torch.float16,
+            first_moments=counts[0],
+            second_moments=counts[1],
+        )
+        found = more_exact(strategy, lacking, moments, dtype)
+        assert [(entry.name, entry.bytes_of(*counts)) for entry in found] == [
+            (entry.name, entry.bytes_of(*counts)) for entry in told
+        ], name
+
+
+def test_the_optimizers_count_the_bytes_that_the_catalogue_counts():
+    assert set(catalogue.STRATEGIES) - set(STRATEGIES) == {"integer-remainder", "unknown"}, "known by name alone"
+    for name, strategy in STRATEGIES.items():
+        for counts in ((0, 0), (1, 0), (1, 1), (1, 2)):
+            assert strategy.bytes_of(*counts) == catalogue.strategy(name).bytes_of(*counts), (name, counts)
 
 
 HOLDS = [
