@@ -22,7 +22,7 @@ RUN if ! python3 -c "import ensurepip" || ! command -v openssl; then \
     fi \
     && chmod -R a+rX . \
     && python3 -m venv environment \
-    && environment/bin/pip install --no-cache-dir --constraint constraints.txt ".[server,dashboard,archive]" \
+    && environment/bin/pip install --no-cache-dir --constraint constraints.txt . "./server[archive]" \
     && useradd --create-home --uid 10001 collage \
     && install --directory --owner collage /data
 

@@ -13,16 +13,18 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo up docs screenshots studies release packages test quick check format nightly exhaustive mutants torture cluster containers hostile gpu doors bench clean
 
-$(VENV)/.stamp: pyproject.toml constraints.txt
+# The three distributions of this tree, each of which needs the one before it.
+DISTRIBUTIONS := ./agent . ./server
+$(VENV)/.stamp: pyproject.toml agent/pyproject.toml server/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH_PIP_ARGS) --constraint constraints.txt torch numpy
-	$(PIP) --constraint constraints.txt --editable '.[all]'
+	$(PIP) --constraint constraints.txt --editable ./agent --editable '.[all]' --editable ./server
 	touch $@
 
 # Triton lies apart: where it is installed without a device, some optimizers of others fail.
 $(VENV)/.stamp-dev: $(VENV)/.stamp
-	$(PIP) --constraint constraints.txt --editable '.[all,dev]'
+	$(PIP) --constraint constraints.txt --editable ./agent --editable '.[all,dev]' --editable ./server
 	if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
 		$(PIP) --constraint constraints.txt --upgrade --no-deps --target $(VENV)/triton triton; fi
 	touch $@
@@ -46,15 +48,15 @@ screenshots: $(VENV)/.stamp-dev  ## Pictures of every page, from the demo's data
 studies: $(VENV)/.stamp  ## Run what the studies of docs/studies still lack, and write their pages
 	$(BIN)/python -m collage_studies all --output docs/studies --dir studies-data
 
-release: $(VENV)/.stamp-dev  ## Wheel and sdist into dist/, checked; the wheel passes the quick start in an environment of its own
+release: $(VENV)/.stamp-dev  ## Three wheels and sdists into dist/, checked; alone and together they do what they are for
 	rm -rf dist
-	$(BIN)/python -m build --outdir dist
+	for folder in $(DISTRIBUTIONS); do $(BIN)/python -m build --outdir dist $$folder || exit 1; done
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python -m tools.release dist
 
 packages: $(VENV)/.stamp-dev  ## Each extra alone, newest and lowest versions: what is offered works; PACKAGES="--pythons 3.11,3.12"
 	rm -rf dist
-	$(BIN)/python -m build --wheel --outdir dist
+	for folder in $(DISTRIBUTIONS); do $(BIN)/python -m build --wheel --outdir dist $$folder || exit 1; done
 	$(BIN)/python -m tools.packages dist $(PACKAGES)
 
 test: $(VENV)/.stamp-dev  ## Every test but the long lanes

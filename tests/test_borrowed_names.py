@@ -148,7 +148,10 @@ def test_the_routes_that_a_document_answers_ahead_are_dashs():
 
 
 def test_each_package_is_bounded_from_above():
-    given = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    needed = sum(given["optional-dependencies"].values(), given["dependencies"])
+    root = Path(__file__).parents[1]
+    files = (root / "pyproject.toml", root / "agent" / "pyproject.toml", root / "server" / "pyproject.toml")
+    projects = [tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in files]
+    needed = [one for given in projects for one in given["dependencies"]]
+    needed += [one for given in projects for own in given.get("optional-dependencies", {}).values() for one in own]
     bounded = {re.split(r"[\[<>=]", one)[0] for one in needed if "<" in one}
     assert bounded >= BOUNDED

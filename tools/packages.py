@@ -1,6 +1,6 @@
 """Each extra alone, in a clean environment: offered verbs work, and marked ones say what they need.
 
-`python -m tools.packages dist` installs the wheel in dist/ with each extra, on each Python, with the newest and
+`python -m tools.packages dist` installs the wheels in dist/ with each extra, on each Python, with the newest and
 with the lowest versions that are allowed, and prints a table. `python -m tools.packages --here` looks at the
 environment that it runs in. A verb is *offered* if `collage-monitor -h` lists it without "needs"; it *works* if
 a call of it gets as far as the network, a file or a service of its own. It needs uv; UV_FIND_LINKS or the like
@@ -18,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 EXTRAS = ("", "client", "parquet", "query", "server", "archive", "dashboard", "agent", "integrations", "all")
 WITH_TORCH = frozenset({"agent", "integrations", "all"})
+WITH_SERVER = frozenset({"server", "dashboard", "archive", "all"})
 NOWHERE = ("--server-url", "http://127.0.0.1:9")
 SECONDS = 600.0
 CALLS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -130,11 +131,10 @@ def prepare(environment: Environment) -> None:
 
 def faults(environment: Environment) -> Iterator[str]:
     """Every difference between the offered and the working verbs, one per line."""
-    listed = environment.run("collage-monitor", "-h")
-    found = re.findall(r"^  ([a-z]+) +(\S.*)$", listed.partition("Commands:")[2], re.MULTILINE)
-    if len(found) < 25:
-        yield f"help lists {len(found)} verbs: {listed[-300:]}"
-    for verb, text in found:
+    listed = _listed(environment)
+    if not CALLS.keys() | STARTED.keys() <= listed.keys():
+        yield f"help lists {len(listed)} verbs: {', '.join(listed)}"
+    for verb, text in listed.items():
         yield from _fault(environment, verb, text)
 
 
@@ -149,7 +149,7 @@ def _fault(environment: Environment, verb: str, text: str) -> Iterator[str]:
         yield f"{verb}: no call of it is known here; add one to CALLS"
         return
     if text.startswith("needs "):
-        if "pip install 'collage-monitor[" not in said and verb != "demo":
+        if "pip install " not in said and verb != "demo":
             yield f"{verb} is marked, but says {said.strip()[-200:]!r}"
     elif BROKEN.search(said) or wanted not in said:
         yield f"{verb} is offered, but says {said.strip()[-300:]!r}"
@@ -157,12 +157,17 @@ def _fault(environment: Environment, verb: str, text: str) -> Iterator[str]:
 
 def offered(environment: Environment) -> int:
     """How many verbs the help offers."""
-    listed = environment.run("collage-monitor", "-h").partition("Commands:")[2]
-    return len(re.findall(r"^  [a-z]+ +(?!needs )\S", listed, re.MULTILINE))
+    return sum(not text.startswith("needs ") for text in _listed(environment).values())
 
 
-def installed(folder: Path, wheel: Path, extra: str, python: str, bound: str) -> str | None:
-    """Make the environment; returns the reason if that fails, else None."""
+def _listed(environment: Environment) -> dict[str, str]:
+    """The verbs of the help, below its options, and what it says of each."""
+    verbs = environment.run("collage-monitor", "-h").rpartition("--help")[2]
+    return dict(re.findall(r"^  ([a-z]+) +(\S.*)$", verbs, re.MULTILINE))
+
+
+def installed(folder: Path, wheels: Mapping[str, Path], extra: str, python: str, bound: str) -> str | None:
+    """Make the environment; returns the reason if that fails, else None. wheels: by how their names begin."""
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if uv is None:
         sys.exit("uv is needed: pip install uv")
@@ -181,19 +186,23 @@ def installed(folder: Path, wheel: Path, extra: str, python: str, bound: str) ->
     if extra in WITH_TORCH:
         # A pin takes the build for CPUs where one is offered; a range would take the one for CUDA.
         subprocess.run([*install, "torch==2.13.0", "numpy"], check=True)
-    wanted = f"{wheel}[{extra}]" if extra else str(wheel)
-    done = subprocess.run([*install, *resolution, wanted], capture_output=True, text=True, check=False)
+    wheel = wheels["collage_monitor"]
+    wanted = [f"{wheel}[{extra}]" if extra else str(wheel)]
+    # The others of the same version, from here and not from an index.
+    wanted += [str(wheels["collage_optim"])] * (extra in {"agent", "all"})
+    wanted += [str(wheels["collage_monitor_server"])] * (extra in WITH_SERVER)
+    done = subprocess.run([*install, *resolution, *wanted], capture_output=True, text=True, check=False)
     return done.stderr.strip()[-500:] if done.returncode else None
 
 
-def matrix(wheel: Path, extras: Sequence[str], pythons: Sequence[str], bounds: Sequence[str]) -> int:
+def matrix(wheels: Mapping[str, Path], extras: Sequence[str], pythons: Sequence[str], bounds: Sequence[str]) -> int:
     """A line a cell; 1 if one of them has a fault."""
     bad = 0
     print(f"{'extra':<14}{'python':<10}{'bound':<9}{'offered':>8}  differences")
     for extra, python, bound in itertools.product(extras, pythons, bounds):
         with tempfile.TemporaryDirectory(prefix="collage-packages-") as name:
             begun, place = time.monotonic(), Path(name)
-            why = installed(place / "environment", wheel, extra, python, bound)
+            why = installed(place / "environment", wheels, extra, python, bound)
             environment, count = Environment(place / "environment" / "bin", place), 0
             if why is None:
                 prepare(environment)
@@ -209,7 +218,7 @@ def matrix(wheel: Path, extras: Sequence[str], pythons: Sequence[str], bounds: S
 def main() -> int:
     """Check this environment, or all that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("dist", nargs="?", help="folder with the wheel")
+    parser.add_argument("dist", nargs="?", help="folder with the wheels")
     parser.add_argument("--here", action="store_true", help="the environment that runs this")
     parser.add_argument("--extras", default=",".join(EXTRAS), help="commas between them; empty for none")
     parser.add_argument(
@@ -224,8 +233,8 @@ def main() -> int:
             found = list(faults(environment))
             print(*(found or [f"{offered(environment)} verbs are offered, and work"]), sep="\n")
             return int(bool(found))
-    (wheel,) = Path(given.dist).resolve().glob("*.whl")
-    return matrix(wheel, given.extras.split(","), given.pythons.split(","), given.bounds.split(","))
+    wheels = {path.name.partition("-")[0]: path for path in Path(given.dist).resolve().glob("*.whl")}
+    return matrix(wheels, given.extras.split(","), given.pythons.split(","), given.bounds.split(","))
 
 
 if __name__ == "__main__":

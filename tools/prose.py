@@ -191,7 +191,8 @@ def subjects() -> list[str]:
 
 
 def _pages() -> list[Path]:
-    return [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+    patterns = ("docs/**/*.md", "agent/*.md", "server/*.md", "*.md")
+    return [page for pattern in patterns for page in sorted(ROOT.glob(pattern))]
 
 
 def _modules() -> list[Path]:

@@ -44,3 +44,5 @@ __all__ = [
     "known_strategy",
     "load_distributed",
 ]
+
+__version__ = "0.1.0"

@@ -19,23 +19,26 @@ from collage_monitor.spelling import similar
 __all__ = ["VERBS", "main", "require", "root"]
 
 VERBS = "collage_monitor.commands"
+_OF_SERVER = frozenset(
+    {"archive", "backup", "dashboard", "migrate", "report", "restore", "serve", "setup", "token"}
+)
+"""The verbs that collage-monitor-server registers; without it they are listed all the same."""
 _EXTRAS = {
+    **dict.fromkeys(_OF_SERVER, ("server",)),
     "archive": ("archive",),
-    "demo": ("agent", "dashboard", "server"),
+    "demo": ("agent", "server"),
     "mcp": ("mcp",),
     "preflight": ("agent", "server"),
     "query": ("query",),
     "run": ("agent",),
-    "up": ("dashboard", "server"),
+    "sync": ("client",),
+    "up": ("server",),
 }
 """The extras that bring what a verb needs, where they are not its package's own."""
-_PACKAGES = {
-    "collage_monitor": "client",
-    "collage_agent": "agent",
-    "collage_server": "server",
-    "collage_dashboard": "dashboard",
-}
+_PACKAGES = {"collage_monitor": "client", "collage_agent": "agent"}
 """The extra of each package that has verbs."""
+_DISTRIBUTIONS = {"server": "collage-monitor-server", "archive": "'collage-monitor-server[archive]'"}
+"""What is installed for an extra under a name of its own."""
 _LIST = {
     "Train": {
         "run": "start a program, and watch every torch optimizer in it",
@@ -102,40 +105,43 @@ def _lacking(extras: Iterable[str]) -> str | None:
     return f"needs {missing}, not installed here; {_advice(*sorted(absent))}"
 
 
-def _missing(extra: str) -> set[str]:
+def _missing(extra: str, distribution: str = "collage-monitor") -> set[str]:
     """Distributions that the extra names, itself or by another extra, and that are not installed."""
     missing: set[str] = set()
-    for text in requires("collage-monitor") or []:
+    for text in requires(distribution) or []:
         found = _REQUIREMENT.match(text)
         if found is None or found[3] != extra:
-            continue
-        if found[1] == "collage-monitor":
-            missing.update(*(_missing(inner) for inner in found[2].split(",")))
             continue
         try:
             version(found[1])
         except PackageNotFoundError:
             missing.add(found[1])
+            continue
+        if found[2] and found[1].startswith("collage-monitor"):
+            missing.update(*(_missing(inner, found[1]) for inner in found[2].split(",")))
     return missing
 
 
 def _advice(*extras: str) -> str:
-    return f"pip install 'collage-monitor[{','.join(extras)}]'"
+    """The line that installs them: extras of collage-monitor, then the server."""
+    ours = ",".join(extra for extra in extras if extra not in _DISTRIBUTIONS)
+    others = [_DISTRIBUTIONS[extra] for extra in extras if extra in _DISTRIBUTIONS]
+    return " ".join(["pip install", *([f"'collage-monitor[{ours}]'"] if ours else []), *others])
 
 
 class VerbGroup(click.Group):
     """Commands found in the entry-point group, imported only when they are called or described."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *_found()})
+        return sorted({*super().list_commands(ctx), *_found(), *_OF_SERVER})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         name = _OLD_NAMES.get(cmd_name, cmd_name)
         entry = _found().get(name)
-        if entry is None:
+        if entry is None and name not in _OF_SERVER:
             return super().get_command(ctx, cmd_name)
-        lacking = _lacking(_extras_of(entry))
-        command = _absent(name, lacking) if lacking else _load(entry)
+        lacking = _lacks(name, entry)
+        command = _load(entry) if entry and not lacking else _absent(name, lacking)
         if name != cmd_name:
             command = copy(command)
             command.name = cmd_name
@@ -146,7 +152,11 @@ class VerbGroup(click.Group):
         """The verbs by what they are for; those of other packages last, in their own words."""
         found = _found()
         rows = {
-            title: [(verb, _needs(found[verb]) or said) for verb, said in verbs.items() if verb in found]
+            title: [
+                (verb, _needs(verb, found.get(verb)) or said)
+                for verb, said in verbs.items()
+                if verb in found or verb in _OF_SERVER
+            ]
             for title, verbs in _LIST.items()
         }
         known = set().union(*_LIST.values())
@@ -197,11 +207,18 @@ def _say_usage(error: click.ClickException) -> None:
         click.echo(f"{error.ctx.get_usage()}\n`{error.ctx.command_path} -h` explains it.", err=True)
 
 
-def _extras_of(entry: EntryPoint) -> tuple[str, ...]:
-    if entry.name in _EXTRAS:
-        return _EXTRAS[entry.name]
+def _extras_of(verb: str, entry: EntryPoint | None) -> tuple[str, ...]:
+    if verb in _EXTRAS or entry is None:
+        return _EXTRAS[verb]
     package = entry.value.partition(".")[0]
     return (_PACKAGES[package],) if package in _PACKAGES else ()
+
+
+def _lacks(verb: str, entry: EntryPoint | None) -> str:
+    """What a verb lacks and how to install it; "" if nothing is missing."""
+    extras = _extras_of(verb, entry)
+    unregistered = "" if entry else f"needs collage-monitor-server, not installed here; {_advice(*extras)}"
+    return _lacking(extras) or unregistered
 
 
 def _found() -> dict[str, EntryPoint]:
@@ -212,7 +229,7 @@ def _load(entry: EntryPoint) -> click.Command:
     try:
         command = entry.load()
     except ModuleNotFoundError as error:
-        extras = _extras_of(entry) or (entry.value.partition(".")[0].removeprefix("collage_"),)
+        extras = _extras_of(entry.name, entry) or (entry.value.partition(".")[0].removeprefix("collage_"),)
         text = f"needs {error.name or error}, which is not installed; {_advice(*extras)}"
         return _absent(entry.name, text)
     if not isinstance(command, click.Command):
@@ -220,9 +237,9 @@ def _load(entry: EntryPoint) -> click.Command:
     return command
 
 
-def _needs(entry: EntryPoint) -> str:
+def _needs(verb: str, entry: EntryPoint | None) -> str:
     """How to install what a verb lacks; "" if nothing is missing."""
-    lacking = _lacking(_extras_of(entry))
+    lacking = _lacks(verb, entry)
     return f"needs {lacking.rpartition('; ')[2]}" if lacking else ""
 
 

@@ -133,7 +133,7 @@ def preflight(
     if not program:
         raise click.UsageError("say what to run: collage-monitor preflight -- python train.py")
     _check_options(conditions, schedule, None, offline=False)
-    require("preflight", "agent", "server", *(["dashboard"] if html is not None else []))
+    require("preflight", "agent", "server")
     with tempfile.TemporaryDirectory(prefix="collage-preflight-") as temporary:
         folder = Path(temporary)
         options = {"name": name, "every": every or max(1, steps // _MEASURED_STEPS)}

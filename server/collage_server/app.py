@@ -218,7 +218,7 @@ def _publisher(store: Store) -> Callable[[str], object]:
         from collage_server.publishing import publish
     except ImportError as error:
         raise SettingsError(
-            "COLLAGE_SERVER_ARCHIVE_PUBLISH needs pip install 'collage-monitor[archive]'; install it, or unset it"
+            "COLLAGE_SERVER_ARCHIVE_PUBLISH needs pip install 'collage-monitor-server[archive]'; else unset it"
         ) from error
     return partial(publish, store)
 

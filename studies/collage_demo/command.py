@@ -125,7 +125,7 @@ def demo(
     leave: bool, output: Path, folder: Path | None, steps: int, port: int, dashboard_port: int, as_json: bool
 ) -> None:
     """Train a small model under five storage strategies, watch each, and compare them."""
-    require("demo", "agent", "dashboard", "server")
+    require("demo", "agent", "server")
     signal.signal(signal.SIGTERM, _interrupt)
     output.mkdir(parents=True, exist_ok=True)
     data = (folder or output / "data").resolve()

@@ -73,7 +73,7 @@ def study(
 
     A trial that has its record under OUTPUT/data is not run again: an interrupted study goes on where it was.
     """
-    require("study", "dashboard", "server", "studies")
+    require("study", "server", "studies")
     signal.signal(signal.SIGTERM, _interrupt)
     chosen = [study_named(entry) for entry in (STUDY_NAMES if name == "all" else [name])]
     output = output / "quick" if quick else output

@@ -4,7 +4,9 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, entry_points
+import tomllib
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points
+from pathlib import Path
 
 import click
 import httpx
@@ -19,63 +21,110 @@ from collage_monitor.errors import NotAuthorised, ServerUnreachable
 pytestmark = pytest.mark.slow
 
 
-_REQUIRED = {
+_ROOT = Path(__file__).parents[2]
+_FOLDERS = {"collage-monitor": ".", "collage-optim": "agent", "collage-monitor-server": "server"}
+_INSTALLED = {
     "nothing": [],
     "client": ["httpx"],
-    "agent": ["httpx", "torch", "python-ulid", "safetensors"],
-    "server": ["fastapi", "sqlalchemy", "uvicorn"],
+    "agent": ["httpx", "torch", "python-ulid", "safetensors", "collage-optim"],
+    "server": ["httpx", "collage-monitor-server"],
 }
+
+
+@pytest.fixture
+def holds(monkeypatch):
+    """An environment with collage-monitor and these distributions, as the three pyproject.toml describe them."""
+
+    def required(distribution):
+        told = tomllib.loads((_ROOT / _FOLDERS[distribution] / "pyproject.toml").read_text())["project"]
+        extras = told.get("optional-dependencies", {}).items()
+        return [*told["dependencies"], *(f"{one}; extra == '{extra}'" for extra, own in extras for one in own)]
+
+    def registered(group):
+        folders = ["."] + ["server"] * ("collage-monitor-server" in present)
+        told = [tomllib.loads((_ROOT / folder / "pyproject.toml").read_text())["project"] for folder in folders]
+        found = [pair for own in told for pair in own["entry-points"].get(group, {}).items()]
+        return [EntryPoint(name, value, group) for name, value in found]
+
+    def version_if_installed(name):
+        if name.lower() not in present:
+            raise PackageNotFoundError(name)
+        return "1"
+
+    present = {"collage-monitor"}
+    monkeypatch.setattr(command, "requires", required)
+    monkeypatch.setattr(command, "entry_points", registered)
+    monkeypatch.setattr(command, "version", version_if_installed)
+    return present.update
 
 
 @pytest.mark.parametrize(
     ("installed", "verb", "advice", "missing"),
     [
-        ("nothing", "list", "collage-monitor[client]", "httpx"),
-        ("client", "audit", "collage-monitor[agent]", "torch"),
-        ("client", "convert", "collage-monitor[agent]", "torch"),
-        ("client", "doctor", "collage-monitor[agent]", "torch"),
-        ("client", "run", "collage-monitor[agent]", "torch"),
-        ("client", "serve", "collage-monitor[server]", "uvicorn"),
-        ("server", "archive", "collage-monitor[archive]", "deltalake"),
-        ("client", "query", "collage-monitor[query]", "duckdb"),
-        ("client", "up", "collage-monitor[dashboard,server]", "uvicorn"),
-        ("client", "demo", "collage-monitor[agent,dashboard,server]", "uvicorn"),
-        ("agent", "up", "collage-monitor[dashboard,server]", "uvicorn"),
-        ("agent", "demo", "collage-monitor[dashboard,server]", "uvicorn"),
+        ("nothing", "list", "'collage-monitor[client]'", "httpx"),
+        ("nothing", "sync", "'collage-monitor[client]'", "httpx"),
+        ("client", "audit", "'collage-monitor[agent]'", "collage-optim, python-ulid, safetensors, torch"),
+        ("client", "convert", "'collage-monitor[agent]'", "torch"),
+        ("client", "doctor", "'collage-monitor[agent]'", "torch"),
+        ("client", "run", "'collage-monitor[agent]'", "torch"),
+        ("server", "archive", "'collage-monitor-server[archive]'", "deltalake"),
+        ("client", "archive", "'collage-monitor-server[archive]'", "collage-monitor-server"),
+        ("client", "query", "'collage-monitor[query]'", "duckdb"),
+        ("client", "demo", "'collage-monitor[agent]' collage-monitor-server", "torch"),
+        ("client", "preflight", "'collage-monitor[agent]' collage-monitor-server", "torch"),
+        *(
+            (installed, verb, "collage-monitor-server", "collage-monitor-server")
+            for installed in ("client", "agent")
+            for verb in ("up", "serve", "dashboard", "report", "migrate", "backup", "restore", "setup", "token")
+        ),
+        ("agent", "demo", "collage-monitor-server", "collage-monitor-server"),
     ],
 )
 def test_a_verb_without_its_components_says_what_to_install(
-    monkeypatch, tmp_path, installed, verb, advice, missing
+    holds, monkeypatch, tmp_path, installed, verb, advice, missing
 ):
     """Nothing is started, no port is guessed at, and nobody is sent to an extra that pulls in torch for nothing."""
-
-    def version_if_installed(name):
-        if name.lower() not in _REQUIRED[installed]:
-            raise PackageNotFoundError(name)
-        return "1"
-
-    monkeypatch.setattr(command, "version", version_if_installed)
+    holds(_INSTALLED[installed])
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(root, [verb])
     assert result.exit_code == 1
-    assert f"pip install '{advice}'" in result.output
+    assert result.output.rstrip().endswith(f"pip install {advice}")
+    assert f"{verb} needs " in result.output
     assert missing in result.output
-    assert "port" not in result.output
+    assert not re.search(r"\bport\b", result.output)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_list_of_verbs_says_in_full_what_to_install(monkeypatch):
+def test_the_list_of_verbs_says_in_full_what_to_install(holds):
     """In a terminal of 80 columns, too: the names of ten packages, cut off, help nobody."""
-
-    def nothing_is_installed(name):
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(command, "version", nothing_is_installed)
     listed = CliRunner().invoke(root, ["--help"], env={"COLUMNS": "80"}).output
-    assert "up         needs pip install 'collage-monitor[dashboard,server]'" in listed, "marked as not working"
+    assert "up         needs pip install collage-monitor-server" in listed, "marked as not working"
     marked = [line for line in listed.splitlines() if " needs " in line]
     assert len(marked) > 20
-    assert all(line.endswith("]'") for line in marked)
+    assert all(line.endswith(("]'", " collage-monitor-server")) for line in marked)
+
+
+def test_the_verbs_of_the_server_are_those_that_it_registers(holds):
+    """So that each is listed, with what installs it, where the server is not installed."""
+    without = root.list_commands(click.Context(root))
+    told = set(command._found())
+    holds(_INSTALLED["server"])
+    assert command._found().keys() - told == command._OF_SERVER
+    assert root.list_commands(click.Context(root)) == without
+
+
+def test_what_waits_on_disk_is_sent_without_torch(holds, tmp_path):
+    """`sync` runs where a disk is shared, on a machine that trains nothing."""
+    holds(_INSTALLED["client"])
+    arguments = ["sync", "--dir", str(tmp_path), "--server-url", "http://127.0.0.1:9"]
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from collage_agent.command.sync import sync\n"
+        f"sync({arguments[1:]!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "nothing waits in" in done.stdout, done.stderr
+    assert "nothing waits in" in CliRunner().invoke(root, arguments).output
 
 
 def test_the_command_alone_shows_its_help_once():
@@ -86,10 +135,14 @@ def test_the_command_alone_shows_its_help_once():
 
 
 @pytest.mark.parametrize(
-    ("verb", "blocked", "extra"),
-    [("list", "httpx", "client"), ("serve", "fastapi", "server"), ("dashboard", "dash", "dashboard")],
+    ("verb", "blocked", "advice"),
+    [
+        ("list", "httpx", "'collage-monitor[client]'"),
+        ("serve", "fastapi", "collage-monitor-server"),
+        ("dashboard", "dash", "collage-monitor-server"),
+    ],
 )
-def test_a_verb_whose_library_is_absent_names_the_smallest_extra(verb, blocked, extra):
+def test_a_verb_whose_library_is_absent_names_the_smallest_extra(verb, blocked, advice):
     code = (
         f"import sys; sys.modules[{blocked!r}] = None\n"
         "from collage_monitor.command import main\n"
@@ -98,7 +151,7 @@ def test_a_verb_whose_library_is_absent_names_the_smallest_extra(verb, blocked, 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert f"needs {blocked}" in done.stderr
-    assert f"pip install 'collage-monitor[{extra}]'" in done.stderr
+    assert done.stderr.rstrip().endswith(f"pip install {advice}")
 
 
 @pytest.mark.parametrize(("token", "said"), [(None, "asks for a token"), ("wrong", "does not know this token")])

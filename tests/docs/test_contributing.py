@@ -5,6 +5,7 @@ import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
+import collage_optim
 import pytest
 
 import collage_monitor
@@ -38,8 +39,18 @@ def test_every_make_target_that_is_named_exists():
 
 
 def test_the_version_stands_in_one_place():
+    """The others, of the three distributions and of what they ask of each other, are named where they differ."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "version" not in project
     assert "version" in project["dynamic"]
     assert version("collage-monitor") == collage_monitor.__version__
     assert f"## {collage_monitor.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert collage_optim.__version__ == collage_monitor.__version__, "agent/collage_optim/__init__.py"
+    pinned = 0
+    for name in ("pyproject.toml", "agent/pyproject.toml", "server/pyproject.toml"):
+        text = (ROOT / name).read_text()
+        told = re.findall(r'^version = "(.+)"|"collage-[\w-]+(?:\[\w+\])?==(.+?)"', text, re.MULTILINE)
+        assert {found for pair in told for found in pair if found} <= {collage_monitor.__version__}, name
+        pinned += len(told)
+        assert not re.search(r'"collage-(optim|monitor-server)(\[\w+\])?"', text.partition("dependencies")[2]), name
+    assert pinned == 6, "the server's version, and five requirements"

@@ -40,6 +40,22 @@ def test_the_build_makes_it():
     assert project["tool"]["hatch"]["metadata"]["hooks"]["custom"] == {}
 
 
+@pytest.mark.parametrize("folder", ["agent", "server"])
+def test_the_other_pages_stand_alone(folder):
+    """Nothing lies beside them on an index: they have no links within the repository, and say what to install."""
+    text = (DOCS.parent / folder / "README.md").read_text()
+    project = tomllib.loads((DOCS.parent / folder / "pyproject.toml").read_text())["project"]
+    assert project["readme"] == "README.md"
+    assert index_page(text, None) == text
+    assert f"pip install {project['name']}" in text
+    assert len(text.split()) < 600, "a page"
+
+
+@pytest.mark.parametrize("folder", ["agent", "server"])
+def test_each_distribution_carries_the_licence(folder):
+    assert (DOCS.parent / folder / "LICENSE").read_bytes() == (DOCS.parent / "LICENSE").read_bytes()
+
+
 def test_who_cites_the_software_is_given_its_version_and_the_paper():
     citation = yaml.safe_load((DOCS.parent / "CITATION.cff").read_text())
     assert citation["version"] == __version__

@@ -1,31 +1,56 @@
-"""What the wheel carries is typed: a user's strict script finds the types of every package."""
+"""What the three wheels carry is typed, and the optimizers need nothing else of ours."""
 
+import re
 import shutil
+import subprocess
 import sys
 import tomllib
 import venv
 
 import pytest
 
-from tools.release import ROOT, untyped
-
-BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
-PACKAGES = BUILD["targets"]["wheel"]["packages"]
+from tools.release import DISTRIBUTIONS, MISTYPED, OPTIMIZING, OURS, ROOT, TYPED, untyped
 
 
-def test_each_package_of_the_wheel_says_that_it_is_typed():
-    assert [package for package in PACKAGES if not (ROOT / package / "py.typed").is_file()] == []
+def _packages(folder):
+    """The import packages that a distribution carries, as folders."""
+    build = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    found = [ROOT / folder / package for package in build["targets"]["wheel"]["packages"]]
+    # server/hatch_build.py adds it.
+    return [*found, ROOT / "dashboard" / "collage_dashboard"] if folder == "server" else found
+
+
+PACKAGES = [package for folder in DISTRIBUTIONS.values() for package in _packages(folder)]
+
+
+def test_each_package_is_in_one_wheel_and_says_that_it_is_typed():
+    assert sorted(package.name for package in PACKAGES) == sorted(OURS)
+    assert [package for package in PACKAGES if not (package / "py.typed").is_file()] == []
 
 
 @pytest.mark.slow
-def test_a_strict_script_passes_against_what_the_wheel_installs(tmp_path):
-    """Installed as the wheel is: the packages it lists, side by side, before what this environment has."""
+def test_the_optimizers_work_where_nothing_else_of_ours_is():
+    """A training with them, and what their page shows; contract and agent cannot be imported there."""
+    (page,) = re.findall(r"```python\n(.*?)```", (ROOT / "agent" / "README.md").read_text(), re.DOTALL)
+    blocked = "".join(f"sys.modules[{name!r}] = None\n" for name in OURS if name != "collage_optim")
+    code = f"import sys\n{blocked}{OPTIMIZING}{page}"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("torch.float64 ['coupled-7'"), done.stdout
+
+
+@pytest.mark.slow
+def test_strict_scripts_pass_against_what_the_wheels_install(tmp_path):
+    """Installed as the wheels are: their packages, side by side, before what this environment has."""
     venv.create(tmp_path / "own")
+    programs = tmp_path / "own" / "bin"
     installed = next((tmp_path / "own").glob("lib/python*/site-packages"))
-    for package in PACKAGES:
-        shutil.copytree(
-            ROOT / package, installed / (ROOT / package).name, ignore=shutil.ignore_patterns("__pycache__")
-        )
     others = [path for path in sys.path if path.endswith("site-packages")]
     (installed / "others.pth").write_text("\n".join(others))
-    assert untyped(tmp_path / "own" / "bin", tmp_path) == ""
+    for package in PACKAGES:
+        shutil.copytree(package, installed / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    assert untyped(programs, tmp_path, TYPED) == ""
+    assert untyped(programs, tmp_path, OPTIMIZING) == ""
+    refused = untyped(programs, tmp_path, MISTYPED)
+    assert refused.count("error:") == 2, refused
+    assert "strateg" in refused
