@@ -116,7 +116,7 @@ def _running(folder: Path) -> Iterator[tuple[int, int, str, str]]:
     look = ("--port", ports[1], "--server-url", address, "--token-file", folder / "token")
     with (
         running(serve, f"{address}/healthz", folder / "server.log") as server,
-        running(command("dashboard", *look), f"{url}/healthz", folder / "dashboard.log") as dashboard,  # type: ignore[no-untyped-call]
+        running(command("serve", "dashboard", *look), f"{url}/healthz", folder / "dashboard.log") as dashboard,  # type: ignore[no-untyped-call]
     ):
         yield server.pid, dashboard.pid, address, url
 

@@ -51,9 +51,9 @@ EXIT_HOOKS: Final = "COLLAGE_EXIT_HOOKS"
 CHECKPOINT: Final = "COLLAGE_CHECKPOINT"
 """Where `cure --check` tells a training its converted checkpoint; in the command `{checkpoint}` stands for it."""
 CHECK_STEPS: Final = "COLLAGE_CHECK_STEPS"
-"""Set by `cure --check` and `preflight`: the training ends after so many steps."""
+"""Set by `cure --check` and `check -- PROGRAM`: the training ends after so many steps."""
 CHECK_REPORT: Final = "COLLAGE_CHECK_REPORT"
-"""Set by `cure --check` and `preflight`: the file to which their verdict is written."""
+"""Set by `cure --check` and `check -- PROGRAM`: the file to which their verdict is written."""
 
 _OTHERS: Final = (ATTACH, EXIT_HOOKS, CHECKPOINT, CHECK_STEPS, CHECK_REPORT)
 _OF_OTHERS: Final = ("COLLAGE_SERVER_", "COLLAGE_DASHBOARD_")

@@ -1,7 +1,7 @@
 """Recommends a precision strategy, and says whether one of two is worth its bytes, with reasons.
 
 Findings count beside the loss, because a state that cannot decay shows late in the loss. The numbers come from
-`strategy_results.py`; the comparison's page, the report and `mcp` quote the sentences
+`strategy_results.py`; the comparison's page, the report and MCP answers quote the sentences
 (`tests/dashboard/test_recommendation.py`).
 """
 

@@ -3,8 +3,9 @@
 Losses are compared at a step that all runs have reached. Runs count as seeds of one strategy if project and
 configuration agree. Otherwise each configuration has its own row, and none is compared with another's reference.
 
-The comparison's page, the report and `mcp` call `run_results`, then `results_by_strategy`; `recommendation.py`
-judges by it. It reads overviews and curves and asks no server (`tests/dashboard/test_recommendation.py`).
+The comparison's page, the report and MCP answers call `run_results`, then `results_by_strategy`;
+`recommendation.py` judges by it. It reads overviews and curves and asks no server
+(`tests/dashboard/test_recommendation.py`).
 """
 
 from __future__ import annotations

@@ -29,37 +29,37 @@ NOWHERE = ("--server-url", "http://127.0.0.1:9")
 SECONDS = 600.0
 CALLS: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(("alerts", "list"), (NOWHERE, "no answer from")),
-    **dict.fromkeys(("check", "export", "report", "show", "tag"), (("r", *NOWHERE), "no answer from")),
+    **dict.fromkeys(("check", "export", "report", "show", "edit"), (("r", *NOWHERE), "no answer from")),
     "open": (("--print", "--dashboard-url", "http://d"), "http://d"),
     "status": (NOWHERE, "NOT OK"),
     "compare": (("r", "s", *NOWHERE), "no answer from"),
     "delete": (("r", "--yes", *NOWHERE), "no answer from"),
-    "note": (("r", "text", *NOWHERE), "no answer from"),
     "login": (("http://127.0.0.1:9", "--token", "t"), "no answer from"),
     "import": (("curve.csv", "--project", "p", *NOWHERE), "no answer from"),
-    "query": (("select 1", "--archive", "."), "no published table"),
+    "archive query": (("select 1", "--archive", "."), "no published table"),
     "run": (("--print-environment",), "COLLAGE_ATTACH"),
-    "preflight": (("--steps", "8", "--", "python", "-c", "pass"), "no step"),
     "sync": ((*NOWHERE, "--dir", "."), "nothing waits"),
     "doctor": ((), "torch"),
     "audit": (("last.pt",), "exp_avg"),
     "convert": (("last.pt", "--to", "plus"), "nothing was written"),
     "cure": (("last.pt", "--output", "cured.pt"), "last.pt"),
     "serve": (("--print-settings",), "memory"),
-    "migrate": ((), "--database"),
-    "backup": (("copy", "--dir", "data"), "archived files"),
-    "restore": (("copy", "--dir", "other"), "archived files"),
-    "setup": (("team", "--name", "a b"), "no host name"),
-    "token": (("list", "--host", "--dir", "data"), "no tokens yet"),
-    "archive": (("publish", "--dir", "data"), ""),
+    "backup make": (("copy", "--dir", "data"), "archived files"),
+    "backup restore": (("copy", "--dir", "other"), "archived files"),
+    "setup team": (("--name", "a b"), "no host name"),
+    "setup database": ((), "--database"),
+    "token list": (("--offline", "--dir", "data"), "no tokens yet"),
+    "archive publish": (("--dir", "data"), ""),
 }
-"""How each verb is called, and a word of its answer. `up`, `dashboard` and `demo` are started instead."""
+"""How each verb is called, and a word of its answer. Those of `STARTED` are started instead."""
 STARTED = {
     "up": (("up", "--port", "17520", "--dashboard-port", "17521", "--dir", "data"), "Ctrl-C stops"),
-    "dashboard": (("dashboard", "--port", "17522", *NOWHERE), "dashboard http"),
+    "serve dashboard": (("serve", "dashboard", "--port", "17522", *NOWHERE), "dashboard http"),
     "demo": (("demo", "--help"), "Train"),
-    "mcp": (("mcp", "--help"), "assistant"),
+    "serve mcp": (("serve", "mcp", "--help"), "assistant"),
 }
+LISTED = re.compile(r"(?:^|  )([a-z]{2,7})( \*)? {1,7}(?=[a-z])", re.MULTILINE)
+"""A verb in the first-level help, and the mark of those that lack packages."""
 BROKEN = re.compile(r"Traceback|ModuleNotFoundError|ImportError|not installed")
 CHECKPOINT = """
 import torch
@@ -122,7 +122,7 @@ def prepare(environment: Environment) -> None:
     """The files that calls need."""
     (environment.folder / "curve.csv").write_text("step,loss\n1,4.0\n")
     # Where the server's packages are, this makes the database that back-ups are of.
-    environment.run("collage-monitor", *("token", "list", "--host", "--dir", "data"))
+    environment.run("collage-monitor", *("token", "list", "--offline", "--dir", "data"))
     if (environment.programs / "collage-monitor").exists() and "torch" in environment.run(
         "python", "-m", "pip", "list"
     ):
@@ -131,39 +131,38 @@ def prepare(environment: Environment) -> None:
 
 def faults(environment: Environment) -> Iterator[str]:
     """Every difference between the offered and the working verbs, one per line."""
-    listed = _listed(environment)
-    if not CALLS.keys() | STARTED.keys() <= listed.keys():
-        yield f"help lists {len(listed)} verbs: {', '.join(listed)}"
-    for verb, text in listed.items():
-        yield from _fault(environment, verb, text)
+    found = _listed(environment)
+    if len(found) < 25:
+        yield f"help lists {len(found)} verbs: {', '.join(found)}"
+    called = {verb.partition(" ")[0] for verb in (*CALLS, *STARTED)}
+    yield from (f"{verb}: no call of it is known here; add one to CALLS" for verb in found if verb not in called)
+    for verb in (*CALLS, *STARTED):
+        yield from _fault(environment, verb, marked=found.get(verb.partition(" ")[0], False))
 
 
-def _fault(environment: Environment, verb: str, text: str) -> Iterator[str]:
+def _fault(environment: Environment, verb: str, *, marked: bool) -> Iterator[str]:
     if verb in STARTED:
         words, wanted = STARTED[verb]
         said = environment.started(wanted, *words)
-    elif verb in CALLS:
-        words, wanted = CALLS[verb]
-        said = environment.run("collage-monitor", verb, *words)
     else:
-        yield f"{verb}: no call of it is known here; add one to CALLS"
+        words, wanted = CALLS[verb]
+        said = environment.run("collage-monitor", *verb.split(), *words)
+    if "pip install " in said and (marked or " " in verb):
         return
-    if text.startswith("needs "):
-        if "pip install " not in said and verb != "demo":
-            yield f"{verb} is marked, but says {said.strip()[-200:]!r}"
+    if marked and verb != "demo" and " " not in verb:
+        yield f"{verb} is marked, but says {said.strip()[-200:]!r}"
     elif BROKEN.search(said) or wanted not in said:
         yield f"{verb} is offered, but says {said.strip()[-300:]!r}"
 
 
 def offered(environment: Environment) -> int:
     """How many verbs the help offers."""
-    return sum(not text.startswith("needs ") for text in _listed(environment).values())
+    return sum(not mark for mark in _listed(environment).values())
 
 
-def _listed(environment: Environment) -> dict[str, str]:
-    """The verbs of the help, below its options, and what it says of each."""
-    verbs = environment.run("collage-monitor", "-h").rpartition("--help")[2]
-    return dict(re.findall(r"^  ([a-z]+) +(\S.*)$", verbs, re.MULTILINE))
+def _listed(environment: Environment) -> dict[str, bool]:
+    """The verbs of the help, and whether each is marked as lacking something."""
+    return {verb: bool(mark) for verb, mark in LISTED.findall(environment.run("collage-monitor", "-h"))}
 
 
 def installed(folder: Path, wheels: Mapping[str, Path], extra: str, python: str, bound: str) -> str | None:

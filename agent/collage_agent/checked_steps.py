@@ -1,6 +1,6 @@
 """The first steps of a training as a check: judged after so many, written to a file, and the training is ended.
 
-`collage-monitor cure --check` and `preflight` set the variables; a process without them never imports this.
+`collage-monitor cure --check` and `check -- PROGRAM` set the variables; a process without them never imports this.
 """
 
 from __future__ import annotations

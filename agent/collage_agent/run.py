@@ -410,7 +410,9 @@ class Run:
         dashboard = dashboard_of(server)
         if dashboard is not None:
             return f": {dashboard}/run/{self.run_id}"
-        return f" ({self.run_id}) is at {server}; to look at it: collage-monitor dashboard --server-url {server}"
+        return (
+            f" ({self.run_id}) is at {server}; to look at it: collage-monitor serve dashboard --server-url {server}"
+        )
 
     def _announce_unreachable(self, error: CollageError) -> None:
         if isinstance(error, NotFound):
@@ -426,7 +428,7 @@ class Run:
         if self._pipeline is None:
             return
         if waiting := self.reports_spooled:
-            if CHECK_REPORT not in os.environ:  # `preflight` reads its own, and removes their folder.
+            if CHECK_REPORT not in os.environ:  # `check` reads its own, and removes their folder.
                 reports = "report waits" if waiting == 1 else "reports wait"
                 _say(f"run {self.name}: {waiting} {reports} in {self._spool_folder}. {_TO_VIEW}", sys.stdout)
         elif self.reports_sent:

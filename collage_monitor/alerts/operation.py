@@ -274,13 +274,14 @@ ALERTS: Final = (
         severity="warning",
         summary="the newest good back-up is more than eight days old",
         meaning=(
-            "`collage-monitor backup` was run here before, and has not ended well for eight days. A lost disk "
+            "`collage-monitor backup make` was run here before, and has not ended well for eight days. A lost disk "
             "would take all that came since. Servers that never made a back-up do not alert."
         ),
         other_causes=("back-ups that are made in another way now",),
         checks=(_other_backups,),
         first_step=(
-            "Run `collage-monitor backup FILE` and read what it says, then check the timer that should have run it."
+            "Run `collage-monitor backup make FILE` and read what it says, then check the timer that should have "
+            "run it."
         ),
     ),
 )

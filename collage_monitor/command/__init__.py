@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from copy import copy
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
+from itertools import zip_longest
 from typing import Any
 
 import click
@@ -16,73 +16,89 @@ from collage_monitor import __version__
 from collage_monitor.errors import CollageError
 from collage_monitor.spelling import similar
 
-__all__ = ["VERBS", "main", "require", "root"]
+__all__ = ["VERBS", "VerbGroup", "main", "require", "root"]
 
 VERBS = "collage_monitor.commands"
-_OF_SERVER = frozenset(
-    {"archive", "backup", "dashboard", "migrate", "report", "restore", "serve", "setup", "token"}
+_OF_SERVER = (
+    "archive",
+    "backup",
+    "report",
+    "serve",
+    "serve.dashboard",
+    "setup",
+    "setup.database",
+    "token",
 )
-"""The verbs that collage-monitor-server registers; without it they are listed all the same."""
+"""What collage-monitor-server registers; without it these are listed all the same."""
 _EXTRAS = {
-    **dict.fromkeys(_OF_SERVER, ("server",)),
     "archive": ("archive",),
+    "archive.query": ("query",),
     "demo": ("agent", "server"),
-    "mcp": ("mcp",),
-    "preflight": ("agent", "server"),
-    "query": ("query",),
     "run": ("agent",),
+    "serve.mcp": ("mcp",),
     "sync": ("client",),
     "up": ("server",),
 }
 """The extras that bring what a verb needs, where they are not its package's own."""
-_PACKAGES = {"collage_monitor": "client", "collage_agent": "agent"}
+_PACKAGES = {
+    "collage_monitor": "client",
+    "collage_agent": "agent",
+    "collage_server": "server",
+    "collage_dashboard": "server",
+}
 """The extra of each package that has verbs."""
 _DISTRIBUTIONS = {"server": "collage-monitor-server", "archive": "'collage-monitor-server[archive]'"}
 """What is installed for an extra under a name of its own."""
 _LIST = {
     "Train": {
-        "run": "start a program, and watch every torch optimizer in it",
-        "preflight": "train a program for some steps, and judge it",
-        "doctor": "say what the agent sees on this machine",
-        "audit": "say what the run behind a checkpoint really keeps",
-        "convert": "say what a checkpoint gains in another strategy",
-        "cure": "convert a checkpoint, and train on from it",
-        "sync": "send the reports that runs have left on disk",
-        "demo": "train a small model under five strategies, watched",
+        "run": "watch a program's optimizers",
+        "check": "judge a run, or a program",
+        "doctor": "what the agent sees here",
+        "audit": "what a checkpoint really has",
+        "convert": "a checkpoint's storage",
+        "cure": "mend a checkpoint, train on",
+        "sync": "send reports left on disk",
+        "demo": "five strategies, watched",
     },
     "Look": {
-        "list": "runs, newest first, with the judgement of each",
-        "show": "what is wrong with a run, and its numbers",
-        "compare": "runs beside each other: who does better, and why",
+        "list": "runs, problems first",
+        "show": "what is wrong with a run",
+        "compare": "runs side by side",
         "open": "the dashboard in the browser",
-        "report": "one HTML file about a run, or about several",
-        "check": "judge a run; status 1 if a condition fails",
+        "report": "one HTML file about runs",
         "alerts": "when alerts fired and ended",
-        "query": "SQL over all archived runs",
-        "export": "all data of a run into a file",
+        "export": "a run's data into a file",
         "import": "a finished run from a file",
-        "note": "write a line into a run's timeline",
-        "tag": "add tags to a run, or remove some",
-        "delete": "delete runs for good; asks first",
-        "mcp": "answer an assistant's questions about runs",
+        "edit": "a run's tags and notes",
+        "delete": "runs for good; asks first",
     },
     "Operate": {
-        "up": "start server and dashboard on this machine",
-        "serve": "the server alone",
-        "dashboard": "the dashboard alone",
-        "setup": "settings, services and a site for a team's server",
-        "login": "store a server's address and a token",
-        "status": "say whether the server is well",
+        "up": "server and dashboard, here",
+        "serve": "server, dashboard or MCP",
+        "login": "keep an address and a token",
         "token": "make, list and revoke tokens",
-        "migrate": "bring a database's schema up to date",
-        "backup": "copy the database while the server runs",
-        "restore": "put a back-up in place while it is stopped",
-        "archive": "older points of runs, in files",
+        "status": "is the server well?",
+        "setup": "a team's server; a schema",
+        "backup": "make, verify and restore one",
+        "archive": "older points in files; SQL",
     },
 }
 """Verbs in the order in which `-h` lists them, with what they do; no verb is imported for it."""
-_OLD_NAMES = {"replay": "sync"}
-"""Old names still work, say what they are called now, and are not listed."""
+_NEW_NAMES = {
+    "backup FILE": "backup make FILE",
+    "dashboard": "serve dashboard",
+    "mcp": "serve mcp",
+    "migrate": "setup database",
+    "note": "edit RUN --note TEXT",
+    "preflight": "check -- PROGRAM",
+    "query": "archive query",
+    "replay": "sync",
+    "restore": "backup restore",
+    "tag": "edit RUN --tag TAG",
+}
+"""What verbs of earlier versions are called now. They do nothing else than say so."""
+_WIDTH = 80
+"""The columns of a terminal in which two verbs stand side by side in `-h`."""
 _REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[([\w,-]+)\])?[^;]*;.*extra\s*==\s*['"]([\w-]+)['"]""")
 
 
@@ -130,52 +146,86 @@ def _advice(*extras: str) -> str:
 
 
 class VerbGroup(click.Group):
-    """Commands found in the entry-point group, imported only when they are called or described."""
+    """Verbs of its own, and those that packages add by entry points: `archive.query` is `query` of `archive`.
+
+    An entry point is imported only when its verb is called or described.
+    """
+
+    def _entries(self) -> dict[str, EntryPoint]:
+        """The entry points below this group, by their names in it; `serve.mcp` is there without a `serve`, too."""
+        prefix = f"{self.name}."
+        return {name.removeprefix(prefix): entry for name, entry in _found().items() if name.startswith(prefix)}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *_found(), *_OF_SERVER})
+        return sorted({*super().list_commands(ctx), *(name.partition(".")[0] for name in self._entries())})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        name = _OLD_NAMES.get(cmd_name, cmd_name)
-        entry = _found().get(name)
-        if entry is None and name not in _OF_SERVER:
-            return super().get_command(ctx, cmd_name)
-        lacking = _lacks(name, entry)
-        command = _load(entry) if entry and not lacking else _absent(name, lacking)
-        if name != cmd_name:
-            command = copy(command)
-            command.name = cmd_name
-            command.deprecated = f"It is called `{name}` now."
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The verbs by what they are for; those of other packages last, in their own words."""
-        found = _found()
-        rows = {
-            title: [
-                (verb, _needs(verb, found.get(verb)) or said)
-                for verb, said in verbs.items()
-                if verb in found or verb in _OF_SERVER
-            ]
-            for title, verbs in _LIST.items()
-        }
-        known = set().union(*_LIST.values())
-        others = [(verb, self.get_command(ctx, verb)) for verb in self.list_commands(ctx) if verb not in known]
-        rows["Of other packages"] = [(verb, own.get_short_help_str(60)) for verb, own in others if own is not None]
-        for title, listed in rows.items():
-            if listed:
-                with formatter.section(title):
-                    formatter.write_dl(listed)
+        if (entry := self._entries().get(cmd_name)) is not None:
+            lacking = _lacking(_extras_of(entry))
+            return _absent(entry.name, lacking) if lacking else _load(entry)
+        has_verbs = any(name.startswith(f"{cmd_name}.") for name in self._entries())
+        return VerbGroup(cmd_name) if has_verbs else super().get_command(ctx, cmd_name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, but an unknown verb is answered with similar ones."""
+        """As click does, but an unknown verb is answered with its new name, or with similar ones."""
         word = args[0]
+        if ".".join(args[:2]) in self._entries() and len(args) > 1:
+            return word, VerbGroup(word), args[1:]  # `serve mcp` imports nothing of `serve`, and does without it.
         if not word.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, word) is None:
-            hint = similar(word, self.list_commands(ctx)) or "`collage-monitor -h` lists all"
-            ctx.fail(f"no verb is called {word!r}; {hint}")
+            text, near = f"no verb is called {word!r}", similar(word, self.list_commands(ctx))
+            old = word if ctx.parent is None else f"{self.name} FILE" if not near else ""
+            if new := _NEW_NAMES.get(old):
+                raise _Renamed(f"{text}; write `collage-monitor {new}`")
+            ctx.fail(f"{text}; {near or f'`{ctx.command_path} -h` lists all'}")
         return super().resolve_command(ctx, args)
+
+
+class _Renamed(click.ClickException):
+    """A verb that has another name now. No usage is shown with it."""
+
+    exit_code = 2
+
+
+class Root(VerbGroup):
+    """The command itself: its help is one screen, its errors are sentences."""
+
+    def _entries(self) -> dict[str, EntryPoint]:
+        return _found()
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The verbs by what they are for; those of other packages last, in their own words.
+
+        In a narrow terminal one stands below the other. The options, -h and --version, are in the usage.
+        """
+        found = self._entries()
+        for title, verbs in _LIST.items():
+            if rows := [(_marked(verb, found[verb]), text) for verb, text in verbs.items() if verb in found]:
+                with formatter.section(title):
+                    self._format_verbs(formatter, rows)
+        known = set().union(*_LIST.values())
+        others = [(verb, self.get_command(ctx, verb)) for verb in self.list_commands(ctx) if verb not in known]
+        if others:
+            with formatter.section("Of other packages"):
+                formatter.write_dl([(verb, own.get_short_help_str(60)) for verb, own in others if own is not None])
+        needs: dict[str, list[str]] = {}
+        for entry in found.values():
+            if text := _needs(entry):
+                needs.setdefault(text, []).append(entry.name.replace(".", " "))
+        if needs:
+            with formatter.section("Verbs with * need packages"):
+                for text, names in needs.items():
+                    formatter.write(f"  {text}  ({', '.join(names)})\n")
+
+    def _format_verbs(self, formatter: click.HelpFormatter, rows: Sequence[tuple[str, str]]) -> None:
+        if formatter.width < _WIDTH - 2:  # click leaves two columns free.
+            formatter.write_dl(rows)
+            return
+        cells = [f"{verb:<9}{text:<30}" for verb, text in rows]
+        half = (len(cells) + 1) // 2
+        for left, right in zip_longest(cells[:half], cells[half:], fillvalue=""):
+            formatter.write(f"  {left}{right}".rstrip() + "\n")
 
     def main(  # type: ignore[override]  # The overloads tell apart what this one signature takes.
         self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any
@@ -207,29 +257,23 @@ def _say_usage(error: click.ClickException) -> None:
         click.echo(f"{error.ctx.get_usage()}\n`{error.ctx.command_path} -h` explains it.", err=True)
 
 
-def _extras_of(verb: str, entry: EntryPoint | None) -> tuple[str, ...]:
-    if verb in _EXTRAS or entry is None:
-        return _EXTRAS[verb]
+def _extras_of(entry: EntryPoint) -> tuple[str, ...]:
+    if entry.name in _EXTRAS:
+        return _EXTRAS[entry.name]
     package = entry.value.partition(".")[0]
     return (_PACKAGES[package],) if package in _PACKAGES else ()
 
 
-def _lacks(verb: str, entry: EntryPoint | None) -> str:
-    """What a verb lacks and how to install it; "" if nothing is missing."""
-    extras = _extras_of(verb, entry)
-    unregistered = "" if entry else f"needs collage-monitor-server, not installed here; {_advice(*extras)}"
-    return _lacking(extras) or unregistered
-
-
 def _found() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=VERBS)}
+    absent = {name: EntryPoint(name, "collage_server.command", VERBS) for name in _OF_SERVER}
+    return absent | {entry.name: entry for entry in entry_points(group=VERBS)}
 
 
 def _load(entry: EntryPoint) -> click.Command:
     try:
         command = entry.load()
     except ModuleNotFoundError as error:
-        extras = _extras_of(entry.name, entry) or (entry.value.partition(".")[0].removeprefix("collage_"),)
+        extras = _extras_of(entry) or (entry.value.partition(".")[0].removeprefix("collage_"),)
         text = f"needs {error.name or error}, which is not installed; {_advice(*extras)}"
         return _absent(entry.name, text)
     if not isinstance(command, click.Command):
@@ -239,12 +283,17 @@ def _load(entry: EntryPoint) -> click.Command:
 
 def _needs(verb: str, entry: EntryPoint | None) -> str:
     """How to install what a verb lacks; "" if nothing is missing."""
-    lacking = _lacks(verb, entry)
-    return f"needs {lacking.rpartition('; ')[2]}" if lacking else ""
+    lacking = _lacking(_extras_of(entry))
+    return lacking.rpartition("; ")[2] if lacking else ""
 
 
-def _absent(verb: str, text: str) -> click.Command:
+def _marked(verb: str, entry: EntryPoint) -> str:
+    return f"{verb} *" if _needs(entry) else verb
+
+
+def _absent(name: str, text: str) -> click.Command:
     """Stands for a verb that lacks something: help and error say what, and how to install it."""
+    verb = name.replace(".", " ")
 
     @click.command(verb, help=text, context_settings={"ignore_unknown_options": True})
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -254,7 +303,14 @@ def _absent(verb: str, text: str) -> click.Command:
     return absent
 
 
-@click.group(cls=VerbGroup, name="collage-monitor", context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Root,
+    name="collage-monitor",
+    options_metavar="[-h] [--version]",
+    subcommand_metavar="VERB ...",
+    epilog="`collage-monitor VERB -h` explains a verb.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__)
 def root() -> None:
     """What low precision does to an optimizer's updates."""

@@ -1,6 +1,5 @@
-"""`check` and `preflight`: end with status 0 or 1 by a run's judgement, for continuous integration.
-
-`check` judges an existing run; `preflight` runs a program for some steps and judges those.
+"""`check`: end with status 0 or 1 by the judgement of a run, or of a program's first steps, for continuous
+integration.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
 from collage_monitor.command import require, root
 from collage_monitor.command.conditions import Condition, Facts, Outcome, fail_if, schedule_option, write_junit
@@ -31,24 +31,38 @@ from collage_monitor.local import data_folder
 from collage_monitor.run_history import read_forecast
 from collage_monitor.schedule import RateSchedule
 
-__all__ = ["check", "preflight"]
+__all__ = ["check"]
 
 _MOST_RUNS: Final = 8
 _STOP_SECONDS: Final = 15.0
 _LOOK_SECONDS: Final = 0.05
 _MEASURED_STEPS: Final = 64
+_PROGRAM: Final = "collage_monitor.check.program"
+_OF_RUN: Final = frozenset({"folder", "offline", "server_url", "token"})
+_OF_PROGRAM: Final = frozenset({"every", "html", "name", "steps", "timeout"})
+"""Options that count for one of the two things that `check` judges."""
 
 
-_junit = click.option(
-    "--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write a JUnit XML file to this path."
-)
+class _Check(click.Command):
+    """Divides its words at the first `--`: RUN stands before it, PROGRAM behind it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            place = args.index("--")
+            ctx.meta[_PROGRAM], args = tuple(args[place + 1 :]), args[:place]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["[OPTIONS] RUN | [OPTIONS] -- PROGRAM..."]
 
 
-@click.command("check")
-@click.argument("run")
+@click.command("check", cls=_Check)
+@click.argument("run", required=False)
 @fail_if
 @schedule_option
-@_junit
+@click.option(
+    "--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write a JUnit XML file to this path."
+)
 @click.option("--offline", is_flag=True, help="Ask no server: read the reports that the run has left on disk.")
 @click.option(
     "--dir",
@@ -57,10 +71,37 @@ _junit = click.option(
     help="Data folder that --offline reads. Default: COLLAGE_DIR, otherwise the user's data folder.",
 )
 @server_options
+@click.option(
+    "--steps",
+    type=click.IntRange(min=8),
+    default=200,
+    show_default=True,
+    help="End PROGRAM after this many steps.",
+)
+@click.option("--name", help="Name of PROGRAM's run; default: the script's.")
+@click.option(
+    "--every",
+    type=click.IntRange(min=1),
+    help="Measure steps of PROGRAM divisible by this number.  [default: depends on --steps]",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    default=3600.0,
+    show_default=True,
+    help="Seconds after which PROGRAM is ended.",
+)
+@click.option(
+    "--report",
+    "html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write an HTML report on PROGRAM's run to this path.",
+)
 @click.pass_context
 def check(
     context: click.Context,
-    run: str,
+    /,
+    run: str | None,
     conditions: list[Condition],
     schedule: RateSchedule | None,
     junit: Path | None,
@@ -69,94 +110,85 @@ def check(
     server_url: str,
     token: str | None,
     as_json: bool,
+    **trial: Any,
 ) -> None:
-    """Judge RUN and end with status 1 if a condition of --fail-if is met, else with 0.
+    """Judge RUN, or train PROGRAM for some steps; status 1 if a condition of --fail-if is met, else 0.
 
     RUN is an id, the beginning of one, or a name; with --offline, an id. A condition on an unknown number counts as
     met.
-    """
-    began = time.monotonic()
-    _check_options(conditions, schedule, folder, offline=offline)
-    if offline:
-        with served_from_disk("check --offline", data_folder(folder), (run,), 1) as (services, (run_id,)):
-            facts, unforeseen = _facts(services.server_url, services.token, run_id, schedule)
-    else:
-        with open_client(server_url, token) as client:
-            run_id = find_run(client, run).run_id
-        facts, unforeseen = _facts(server_url, token, run_id, schedule)
-    outcomes = [condition.held_against(facts) for condition in conditions]
-    _tell("check", [(facts, unforeseen)], outcomes, junit, began, as_json=as_json)
-    context.exit(int(any(own.status != "passed" for own in outcomes)))
 
-
-@click.command("preflight")
-@click.option(
-    "--steps", type=click.IntRange(min=8), default=200, show_default=True, help="End PROGRAM after this many steps."
-)
-@schedule_option
-@fail_if
-@click.option(
-    "--report", "html", type=click.Path(path_type=Path, dir_okay=False), help="Write the HTML report to this path."
-)
-@_junit
-@click.option("--name", help="Name of the run; default: the script's.")
-@click.option(
-    "--every",
-    type=click.IntRange(min=1),
-    help="Measure steps divisible by this number.  [default: depends on --steps]",
-)
-@click.option("--timeout", type=click.FloatRange(min=1), default=3600.0, show_default=True, help="Seconds.")
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-@click.argument("program", nargs=-1, type=click.UNPROCESSED)
-@click.pass_context
-def preflight(
-    context: click.Context,
-    steps: int,
-    schedule: RateSchedule | None,
-    conditions: list[Condition],
-    html: Path | None,
-    junit: Path | None,
-    name: str | None,
-    every: int | None,
-    timeout: float,
-    as_json: bool,
-    program: tuple[str, ...],
-) -> None:
-    """Train PROGRAM for some steps and end with status 1 if a condition of --fail-if is met, else with 0.
-
-    collage-monitor preflight --steps 200 --schedule cosine:3e-4:100:10000 -- python train.py
+    collage-monitor check --steps 200 --schedule cosine:3e-4:100:10000 -- python train.py
 
     PROGRAM runs as under `run`, and is ended after its steps as by sys.exit(0). It reports to no server; what it
     prints goes to standard error. The status is also 1 if PROGRAM fails or takes no optimizer step.
     """
     began = time.monotonic()
-    if not program:
-        raise click.UsageError("say what to run: collage-monitor preflight -- python train.py")
-    _check_options(conditions, schedule, None, offline=False)
-    require("preflight", "agent", "server")
-    with tempfile.TemporaryDirectory(prefix="collage-preflight-") as temporary:
+    program: tuple[str, ...] | None = context.meta.get(_PROGRAM)
+    _check_options(context, conditions, schedule)
+    if program is not None:
+        told, outcomes = _judged_program(program, conditions, schedule, **trial)
+    else:
+        assert run is not None, "`_check_options` refuses a call with neither"
+        left = data_folder(folder) if offline else None
+        told = [_judged_run(run, left, server_url, token, schedule)]
+        outcomes = [condition.held_against(told[0][0]) for condition in conditions]
+    _tell(told, outcomes, junit, began, as_json=as_json)
+    context.exit(int(any(own.status != "passed" for own in outcomes)))
+
+
+def _judged_run(
+    run: str, left: Path | None, server_url: str, token: str | None, schedule: RateSchedule | None
+) -> tuple[Facts, str]:
+    """What the server says of the run, or what the reports say that it left in the folder `left`."""
+    if left is not None:
+        with served_from_disk("check --offline", left, (run,), 1) as (services, (run_id,)):
+            return _facts(services.server_url, services.token, run_id, schedule)
+    with open_client(server_url, token) as client:
+        run_id = find_run(client, run).run_id
+    return _facts(server_url, token, run_id, schedule)
+
+
+def _judged_program(
+    program: Sequence[str],
+    conditions: Sequence[Condition],
+    schedule: RateSchedule | None,
+    *,
+    steps: int,
+    name: str | None,
+    every: int | None,
+    timeout: float,
+    html: Path | None,
+) -> tuple[list[tuple[Facts, str]], list[Outcome]]:
+    """Run the program for some steps, and judge each run that it made."""
+    require("check -- PROGRAM", "agent", "server")
+    with tempfile.TemporaryDirectory(prefix="collage-check-") as temporary:
         folder = Path(temporary)
         options = {"name": name, "every": every or max(1, steps // _MEASURED_STEPS)}
         status = _train(program, folder, steps, timeout, options)
         told: list[tuple[Facts, str]] = []
         if runs_left_in(folder):
-            with served_from_disk("preflight", folder, (), _MOST_RUNS) as (services, run_ids):
+            with served_from_disk("check", folder, (), _MOST_RUNS) as (services, run_ids):
                 told = [_facts(services.server_url, services.token, run_id, schedule) for run_id in run_ids]
                 if html is not None and any(facts.judged.numbers for facts, _ in told):
                     _write_report(services.server_url, services.token, run_ids, html, schedule)
     outcomes = [_of_program(program, status, steps, timeout, [facts for facts, _ in told])]
-    outcomes += [condition.held_against(facts) for facts, _ in told for condition in conditions]
-    _tell("preflight", told, outcomes, junit, began, as_json=as_json)
-    context.exit(int(any(own.status != "passed" for own in outcomes)))
+    return told, outcomes + [condition.held_against(facts) for facts, _ in told for condition in conditions]
 
 
-def _check_options(
-    conditions: Sequence[Condition], schedule: RateSchedule | None, folder: Path | None, *, offline: bool
-) -> None:
+def _check_options(context: click.Context, conditions: Sequence[Condition], schedule: RateSchedule | None) -> None:
+    """Refuse options that contradict each other, or that count only for the other thing that is judged."""
+    run, program = context.params["run"], context.meta.get(_PROGRAM)
+    if (run is None) != (program is not None) or program == ():
+        raise click.UsageError("give one RUN, or a program behind --: collage-monitor check -- python train.py")
+    kind, other = ("a RUN", _OF_PROGRAM) if program is None else ("a PROGRAM", _OF_RUN)
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+        if option.name in other and given:
+            raise click.UsageError(f"{option.opts[0]} says nothing about {kind}: leave it out")
     unfounded = [condition.text for condition in conditions if condition.needs_forecast]
     if unfounded and schedule is None:
         raise click.UsageError(f"--fail-if {unfounded[0]} needs --schedule, such as cosine:3e-4:100:10000")
-    if folder is not None and not offline:
+    if context.params["folder"] is not None and not context.params["offline"]:
         raise click.UsageError("--dir says where the run left its reports: add --offline, or leave it out")
 
 
@@ -244,7 +276,6 @@ def _write_report(
 
 
 def _tell(
-    verb: str,
     told: Sequence[tuple[Facts, str]],
     outcomes: Sequence[Outcome],
     junit: Path | None,
@@ -259,7 +290,7 @@ def _tell(
         lines += [f"  {line}" for line in (str(facts.forecast).splitlines() if facts.forecast else [])]
         lines += [f"  {unforeseen}"] if unforeseen else []
     if junit is not None:
-        write_junit(junit, verb, outcomes, "\n".join(lines), time.monotonic() - began)
+        write_junit(junit, outcomes, "\n".join(lines), time.monotonic() - began)
     if as_json:
         runs = [
             {

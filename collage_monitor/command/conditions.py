@@ -1,6 +1,6 @@
 """Conditions on which a check of a run fails, as words: losing-updates, "edq<0.9", "forecast-lost>0.25".
 
-`check`, `preflight` and `report` take them. The words are fixed: pipelines of users hold them
+`check` and `report` take them. The words are fixed: pipelines of users hold them
 (`tests/contract/test_conditions.py`).
 """
 
@@ -176,7 +176,7 @@ schedule_option = click.option(
 """The option of the verbs that foretell."""
 
 
-def write_junit(path: Path, verb: str, outcomes: Sequence[Outcome], said: str, seconds: float) -> None:
+def write_junit(path: Path, outcomes: Sequence[Outcome], said: str, seconds: float) -> None:
     """Write outcomes as JUnit XML, each as a test case, with the runs' judgements as output.
 
     Raises:
@@ -184,7 +184,7 @@ def write_junit(path: Path, verb: str, outcomes: Sequence[Outcome], said: str, s
     """
     counts = {status: sum(own.status == status for own in outcomes) for status in ("failed", "error")}
     attributes = {
-        "name": f"collage-monitor {verb}",
+        "name": "collage-monitor check",
         "tests": str(len(outcomes)),
         "failures": str(counts["failed"]),
         "errors": str(counts["error"]),

@@ -1,6 +1,6 @@
-"""`tag`, `note` and `delete`: change a run by hand.
+"""`edit` and `delete`: change a run by hand.
 
-Each is one request of `client.Client`; the server keeps a deletion in its audit log. Verbs and options are fixed,
+They use `client.Client`; the server keeps a deletion in its audit log. Verbs and options are fixed,
 because scripts call them (`docs/command.md`, `tests/server/test_run_verbs.py`).
 """
 
@@ -12,46 +12,53 @@ from collage_monitor import wire
 from collage_monitor.command.server import find_run, open_client, server_options
 from collage_monitor.command.terminal import clock, printable
 
-__all__ = ["delete", "note", "tag"]
+__all__ = ["delete", "edit"]
 
 
-@click.command("tag")
-@server_options
+@click.command("edit")
 @click.argument("run")
-@click.argument("tags", nargs=-1)
-@click.option("--remove", multiple=True, metavar="TAG", help="Remove this tag; may be repeated.")
-def tag(
-    server_url: str, token: str | None, as_json: bool, run: str, tags: tuple[str, ...], remove: tuple[str, ...]
+@click.option("--tag", "tags", multiple=True, metavar="TAG", help="Add this tag; may be repeated.")
+@click.option("--remove-tag", "removed", multiple=True, metavar="TAG", help="Remove this tag; may be repeated.")
+@click.option("--note", metavar="TEXT", help="Write TEXT into the timeline.")
+@click.option("--step", type=click.IntRange(min=0), help="With --note: the step that it is about.")
+@server_options
+def edit(
+    server_url: str,
+    token: str | None,
+    as_json: bool,
+    run: str,
+    tags: tuple[str, ...],
+    removed: tuple[str, ...],
+    note: str | None,
+    step: int | None,
 ) -> None:
-    """Add TAGS to RUN or remove some, and print the tags that it then has."""
+    """Change the tags of RUN, write a note into its timeline, and print the tags that it then has.
+
+    RUN is an id, the beginning of one, or a name.
+    """
+    if note is not None and not note.strip():
+        raise click.UsageError("the note is empty: write what happened")
+    if step is not None and note is None:
+        raise click.UsageError("--step says what a note is about: add --note TEXT, or leave it out")
     with open_client(server_url, token) as client:
         found = find_run(client, run)
-        absent = [name for name in remove if name not in found.tags]
+        absent = [name for name in removed if name not in found.tags]
         if absent:
             has = ", ".join(found.tags) or "none"
-            raise click.UsageError(printable(f"--remove {absent[0]}: {found.name} has no such tag; it has {has}"))
-        wanted = [name for name in dict.fromkeys([*found.tags, *tags]) if name not in remove]
+            raise click.UsageError(
+                printable(f"--remove-tag {absent[0]}: {found.name} has no such tag; it has {has}")
+            )
+        wanted = [name for name in dict.fromkeys([*found.tags, *tags]) if name not in removed]
         if wanted != found.tags:
             found = client.update_run(found.run_id, wire.RunUpdate(tags=wanted))
+        if note is not None:
+            client.note(found.run_id, wire.NoteCreate(text=note, step=step))
     if as_json:
         click.echo(wire.encode_json(found).decode())
-    else:
-        click.echo(printable(f"{found.name}: {', '.join(found.tags) or 'no tags'}"))
-
-
-@click.command("note")
-@server_options
-@click.argument("run")
-@click.argument("text")
-@click.option("--step", type=click.IntRange(min=0), help="Step that the note is about.")
-def note(server_url: str, token: str | None, as_json: bool, run: str, text: str, step: int | None) -> None:
-    """Write TEXT into the timeline of RUN."""
-    if not text.strip():
-        raise click.UsageError("the note is empty: write what happened")
-    with open_client(server_url, token) as client:
-        run_id = find_run(client, run).run_id
-        written = client.note(run_id, wire.NoteCreate(text=text, step=step))
-    click.echo(wire.encode_json(written).decode() if as_json else f"noted in the timeline of run {run_id}")
+        return
+    click.echo(printable(f"{found.name}: {', '.join(found.tags) or 'no tags'}"))
+    if note is not None:
+        click.echo(f"noted in the timeline of run {found.run_id}")
 
 
 @click.command("delete")

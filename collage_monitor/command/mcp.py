@@ -1,4 +1,4 @@
-"""`mcp`: the judgements of runs, for assistants that speak the Model Context Protocol. Every tool only reads.
+"""`serve mcp`: the judgements of runs, for assistants that speak the Model Context Protocol. Every tool only reads.
 
 A tool is a function in `TOOLS`: an assistant sees its name, its docstring, and its signature without the client.
 Answers are sentences with their numbers, at most `ANSWER_BYTES` long. What users wrote (names, notes, tags, layers)

@@ -1,4 +1,4 @@
-"""`collage-monitor query`: SQL over the finished runs of an archive, by DuckDB in this process.
+"""`collage-monitor archive query`: SQL over the finished runs of an archive, by DuckDB in this process.
 
 It reads the tables that `archive publish` keeps. `runs`: one row a run. `layers`: totals by run, layer (its name)
 and step, one column a statistic. Every metric by name, over whole runs `run_metrics` and `layer_metrics`, at each

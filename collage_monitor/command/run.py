@@ -24,7 +24,7 @@ __all__ = ["run"]
 @click.option("--name", help="Name of the run; default: the script's.")
 @click.option("--run-id", help="Id of the run: resume it, or begin it under this id.")
 @click.option("--group", help="Group of the run.")
-@click.option("--tags", help="Tags, separated by commas.")
+@click.option("--tag", "tags", multiple=True, metavar="TAG", help="Tag of the run; may be repeated.")
 @click.option("--mode", type=click.Choice(["online", "offline", "disabled"]))
 @click.option("--server-url", help="Address of the server; default: a server on this machine.")
 @click.option("--dir", type=click.Path(), help="Data folder: token, spool.")
@@ -46,12 +46,19 @@ __all__ = ["run"]
 )
 @click.option("--json", "as_json", is_flag=True, help="With --print-environment: print them as JSON.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
-def run(print_environment: bool, as_json: bool, program: tuple[str, ...], **options: str | int | None) -> None:
+def run(
+    print_environment: bool,
+    as_json: bool,
+    program: tuple[str, ...],
+    tags: tuple[str, ...],
+    **options: str | int | None,
+) -> None:
     """Start PROGRAM and watch every torch optimizer in it: collage-monitor run -- python train.py
 
     Also: collage-monitor run -- torchrun --nproc-per-node 2 train.py. The program's output, exit status and
     signals are its own. A program without torch runs as usual.
     """
+    options["tags"] = ",".join(tags) or None
     added = {VARIABLES[name]: str(value) for name, value in options.items() if value is not None}
     added |= launch_variables(os.environ)
     if print_environment:

@@ -83,7 +83,7 @@ class Services:
 
     def start_dashboard(self) -> None:
         """Return when the dashboard answers."""
-        self._start("dashboard", "--port", str(self._ports[1]), "--server-url", self.server_url)
+        self._start("serve", "dashboard", "--port", str(self._ports[1]), "--server-url", self.server_url)
         self._wait_for(self.dashboard_url)
 
     def watch(self) -> None:

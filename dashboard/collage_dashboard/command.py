@@ -1,4 +1,4 @@
-"""`collage-monitor dashboard`: serve the dashboard in a process of its own.
+"""`collage-monitor serve dashboard`: serve the dashboard in a process of its own.
 
 It checks addresses and tokens, makes the dashboard of `app.py` and serves it by waitress
 (`tests/dashboard/test_command.py`).

@@ -155,7 +155,7 @@ def explain(error: CollageError) -> Problem:
         return Problem("The server does not answer", str(error), _START, temporary=True)
     if isinstance(error, NotAuthorised):
         text = f"{error}. Start the dashboard with the server's token: --token-file, --token or COLLAGE_TOKEN."
-        return Problem("The server refused the token", text, "collage-monitor dashboard --token-file FILE")
+        return Problem("The server refused the token", text, "collage-monitor serve dashboard --token-file FILE")
     if isinstance(error, NotFound):
         return Problem("Nothing is stored under this address", f"{error}. It may have been deleted.")
     if isinstance(error, Unavailable):

@@ -103,7 +103,7 @@ class Stack:
 
     def make_reader(self):
         """A token for somebody who reads, as docs/team-server.md makes it."""
-        made = ("token", "create", "--host", "--name", "ada", "--role", "read", "--all-projects", "--json")
+        made = ("token", "create", "--offline", "--name", "ada", "--role", "read", "--all-projects", "--json")
         return json.loads(self.ask("server", "collage-monitor", *made))["secret"]
 
     def train(self):

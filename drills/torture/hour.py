@@ -136,8 +136,8 @@ class HostileSqliteLives(HostileLives, SqliteLives):
         acknowledged, _ = self.ledger.snapshot()
         with tempfile.TemporaryDirectory() as place:  # Beside the small disk, which copies would fill.
             copy, folder = Path(place) / "copy.sqlite", Path(place) / "restored"
-            collage("backup", copy, "--dir", self.folder)
-            collage("restore", copy, "--dir", folder)
+            collage("backup", "make", copy, "--dir", self.folder)
+            collage("backup", "restore", copy, "--dir", folder)
             store = SqliteStore(folder / "collage.sqlite", stale_after_seconds=600.0)
             store.open()
             counts = {stream.rank: stream.reports for stream in store.streams.of_run(self.run_id)}

@@ -182,7 +182,7 @@ class _ServerCollector(Collector):
                 app_state.maintenance.damaged_rows,
             ),
             "backup_age_seconds": (
-                "Age of the newest good back-up of `collage-monitor backup`; absent where it made none.",
+                "Age of the newest good back-up of `collage-monitor backup make`; absent where it made none.",
                 None if newest is None else app_state.clock() - newest.made_at,
             ),
             "dependency_away_seconds": (

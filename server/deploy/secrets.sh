@@ -76,12 +76,12 @@ start() {
 token() {
     mkdir -p "$secrets/$1"
     chmod 700 "$secrets/$1"
-    collage-monitor token create --host --name "compose: $1" --role "$3" --all-projects --file "$secrets/$1/token"
+    collage-monitor token create --offline --name "compose: $1" --role "$3" --all-projects --output "$secrets/$1/token"
     own "$2" "$1"
 }
 
 tokens() {
-    collage-monitor migrate
+    collage-monitor setup database
     token agents 10001 ingest
     token dashboard 10001 read
     token prometheus 65534 read

@@ -24,7 +24,7 @@ def test_finish_prints_the_verdict_once_and_how_to_look_at_the_run(tmp_path, ser
     printed = capsys.readouterr().out
     assert printed.count("the verdict") == 1
     assert f"run baseline ({run.run_id}) is at {server.url}; " in printed
-    assert f"collage-monitor dashboard --server-url {server.url}" in printed
+    assert f"collage-monitor serve dashboard --server-url {server.url}" in printed
     assert "/run" not in printed
     run.finish()
     assert capsys.readouterr().out == ""

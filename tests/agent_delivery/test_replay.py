@@ -9,7 +9,6 @@ from collage_agent.transport import MemoryTransport
 from collage_agent.transport.report_log import ReportLog, spool_path
 from collage_agent.transport.sender import send_folder
 
-from collage_monitor.command import root
 from collage_monitor.errors import NotAuthorised, NotFound, ServerUnreachable, Unavailable
 from collage_monitor.wire import RunCreate, RunUpdate
 from tests.agent_delivery.doubles import make_run
@@ -116,12 +115,3 @@ def test_a_wrong_token_is_said_at_once(tmp_path):
     assert (outcomes.error, slept) == ("no", [])
     assert [entry.bytes_left > 0 for entry in outcomes.spools] == [True]
     assert len(list(tmp_path.glob("spool/*/*"))) == 2
-
-
-def test_the_old_name_does_the_same_and_says_the_new_one(tmp_path, server):
-    leave_behind(tmp_path, 1)
-    result = CliRunner().invoke(root, ["replay", "--server-url", server.url, "--dir", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    assert "The command 'replay' is deprecated. It is called `sync` now." in result.stderr
-    assert "5 reports sent" in result.stdout
-    assert "  replay " not in CliRunner().invoke(root, ["--help"]).output

@@ -183,7 +183,9 @@ def _served(folder, port=None):
 def _dashboard(server_url, token_file, folder, *more):
     port = free_port()
     arguments = ("--port", port, "--server-url", server_url, "--token-file", token_file, *more)
-    with running(command("dashboard", *arguments), f"http://127.0.0.1:{port}/healthz", folder / "dashboard.log"):
+    with running(
+        command("serve", "dashboard", *arguments), f"http://127.0.0.1:{port}/healthz", folder / "dashboard.log"
+    ):
         yield f"http://127.0.0.1:{port}"
 
 

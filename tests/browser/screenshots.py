@@ -116,9 +116,11 @@ def serving(data, folder):
     look = ("--server-url", address, "--token", token)
     with (
         running(serve, f"{address}/healthz", folder / "server"),
-        running(command("dashboard", "--port", ports[1], *look), f"{url}/healthz", folder / "open"),
+        running(command("serve", "dashboard", "--port", ports[1], *look), f"{url}/healthz", folder / "open"),
         running(
-            command("dashboard", "--port", ports[2], "--sign-in", *look), f"{guarded}/healthz", folder / "asks"
+            command("serve", "dashboard", "--port", ports[2], "--sign-in", *look),
+            f"{guarded}/healthz",
+            folder / "asks",
         ),
         Client(address, token) as client,
     ):

@@ -38,7 +38,7 @@ def site(served, tmp_path_factory):
         with served(folder) as (server_url, token_file):
             post_run(server_url, GeneratedRun("plain", "plain", run_id="run-plain"), token_file.read_text().strip())
             own = ("--server-url", server_url, "--token-file", token_file)
-            arguments = command("dashboard", "--port", port, *own, "--sign-in")
+            arguments = command("serve", "dashboard", "--port", port, *own, "--sign-in")
             with running(arguments, f"{address}/healthz", folder / "dashboard.log"):
                 yield provider, server_url, address
 

@@ -17,6 +17,7 @@ from collage_monitor import command
 from collage_monitor.client import Client
 from collage_monitor.command import VERBS, root
 from collage_monitor.errors import NotAuthorised, ServerUnreachable
+from tools.packages import LISTED
 
 pytestmark = pytest.mark.slow
 
@@ -69,13 +70,14 @@ def holds(monkeypatch):
         ("client", "run", "'collage-monitor[agent]'", "torch"),
         ("server", "archive", "'collage-monitor-server[archive]'", "deltalake"),
         ("client", "archive", "'collage-monitor-server[archive]'", "collage-monitor-server"),
-        ("client", "query", "'collage-monitor[query]'", "duckdb"),
+        ("client", "archive query", "'collage-monitor[query]'", "duckdb"),
         ("client", "demo", "'collage-monitor[agent]' collage-monitor-server", "torch"),
-        ("client", "preflight", "'collage-monitor[agent]' collage-monitor-server", "torch"),
+        ("client", "check -- train.py", "'collage-monitor[agent]' collage-monitor-server", "torch"),
+        ("client", "serve mcp", "'collage-monitor[mcp]'", "mcp"),
         *(
             (installed, verb, "collage-monitor-server", "collage-monitor-server")
             for installed in ("client", "agent")
-            for verb in ("up", "serve", "dashboard", "report", "migrate", "backup", "restore", "setup", "token")
+            for verb in ("up", "serve", "serve dashboard", "report", "setup database", "backup", "setup", "token")
         ),
         ("agent", "demo", "collage-monitor-server", "collage-monitor-server"),
     ],
@@ -86,10 +88,10 @@ def test_a_verb_without_its_components_says_what_to_install(
     """Nothing is started, no port is guessed at, and nobody is sent to an extra that pulls in torch for nothing."""
     holds(_INSTALLED[installed])
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(root, [verb])
+    result = CliRunner().invoke(root, verb.split())
     assert result.exit_code == 1
     assert result.output.rstrip().endswith(f"pip install {advice}")
-    assert f"{verb} needs " in result.output
+    assert f"{verb.replace('train.py', 'PROGRAM')} needs " in result.output
     assert missing in result.output
     assert not re.search(r"\bport\b", result.output)
     assert list(tmp_path.iterdir()) == []
@@ -98,18 +100,19 @@ def test_a_verb_without_its_components_says_what_to_install(
 def test_the_list_of_verbs_says_in_full_what_to_install(holds):
     """In a terminal of 80 columns, too: the names of ten packages, cut off, help nobody."""
     listed = CliRunner().invoke(root, ["--help"], env={"COLUMNS": "80"}).output
-    assert "up         needs pip install collage-monitor-server" in listed, "marked as not working"
-    marked = [line for line in listed.splitlines() if " needs " in line]
-    assert len(marked) > 20
-    assert all(line.endswith(("]'", " collage-monitor-server")) for line in marked)
+    assert "  up *     server and dashboard, here    status * " in listed, "marked as not working"
+    head, _, needed = listed.partition("need packages:\n")
+    assert head.count(" * ") > 20
+    assert "  pip install collage-monitor-server  (" in needed
+    assert all(line.endswith(")") or not line for line in needed.splitlines()[:-2])
 
 
 def test_the_verbs_of_the_server_are_those_that_it_registers(holds):
     """So that each is listed, with what installs it, where the server is not installed."""
+    told = tomllib.loads((_ROOT / "server" / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert set(told[VERBS]) == set(command._OF_SERVER)
     without = root.list_commands(click.Context(root))
-    told = set(command._found())
     holds(_INSTALLED["server"])
-    assert command._found().keys() - told == command._OF_SERVER
     assert root.list_commands(click.Context(root)) == without
 
 
@@ -139,14 +142,14 @@ def test_the_command_alone_shows_its_help_once():
     [
         ("list", "httpx", "'collage-monitor[client]'"),
         ("serve", "fastapi", "collage-monitor-server"),
-        ("dashboard", "dash", "collage-monitor-server"),
+        ("serve dashboard", "dash", "collage-monitor-server"),
     ],
 )
 def test_a_verb_whose_library_is_absent_names_the_smallest_extra(verb, blocked, advice):
     code = (
         f"import sys; sys.modules[{blocked!r}] = None\n"
         "from collage_monitor.command import main\n"
-        f"sys.argv = ['collage-monitor', {verb!r}]; main()"
+        f"sys.argv = ['collage-monitor', *{verb.split()!r}]; main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -208,12 +211,14 @@ class entry_of:  # noqa: N801 - stands for an entry point
         self.load = lambda: command
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("lst", "list"), ("statsu", "status"), ("replya", None)])
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("lst", "list"), ("statsu", "status"), ("replya", None), ("backup mkae", "make")]
+)
 def test_a_verb_that_is_mistyped_is_answered_with_the_one_that_was_meant(typed, meant):
-    result = CliRunner().invoke(root, [typed])
+    result = CliRunner().invoke(root, typed.split())
     assert result.exit_code == 2
     said = result.stderr.splitlines()[-1]
-    assert said.startswith(f"collage-monitor: no verb is called {typed!r}; ")
+    assert said.startswith(f"collage-monitor: no verb is called {typed.split()[-1]!r}; ")
     assert f"did you mean {meant!r}" in said if meant else True
 
 
@@ -249,7 +254,68 @@ def test_help_does_without_torch():
 def test_the_list_of_verbs_has_each_of_ours_once_and_imports_none():
     ours = "import sys, collage_monitor.command as c; c.main()"
     told = subprocess.run([sys.executable, "-X", "importtime", "-c", ours, "-h"], capture_output=True, text=True)
-    listed = [line.split()[0] for line in told.stdout.splitlines() if line.startswith("  ") and "--" not in line]
-    assert sorted(listed[1:]) == sorted(entry.name for entry in entry_points(group=VERBS))
+    listed = [verb for verb, _ in LISTED.findall(told.stdout)]
+    assert sorted(listed) == sorted({entry.name.partition(".")[0] for entry in entry_points(group=VERBS)})
     assert "Of other packages" not in told.stdout
     assert not re.search(r"\b(httpx|torch|fastapi|collage_server|collage_monitor\.wire)\b", told.stderr)
+
+
+def test_the_first_help_is_one_screen_of_few_verbs():
+    told = CliRunner().invoke(root, ["-h"], env={"COLUMNS": "80"}).stdout.splitlines()
+    assert len(told) <= 24
+    assert max(map(len, told)) <= 80
+    assert len(root.list_commands(click.Context(root))) <= 26
+    narrow = CliRunner().invoke(root, ["-h"], terminal_width=60).stdout.splitlines()
+    assert max(map(len, narrow)) <= 60
+
+
+@pytest.mark.parametrize("old", command._NEW_NAMES)
+def test_a_verb_of_earlier_versions_is_answered_with_its_new_name_in_one_line(old):
+    """The new one exists, and the old one does nothing."""
+    words, new = old.replace("FILE", "monday.sqlite").split(), command._NEW_NAMES[old]
+    result = CliRunner().invoke(root, [*words, "--some", "x"])
+    assert result.exit_code == 2
+    assert result.output == f"collage-monitor: no verb is called {words[-1]!r}; write `collage-monitor {new}`\n"
+    assert words[-1] not in root.list_commands(click.Context(root))
+    found: click.Command | None = root
+    for word in re.findall(r"[a-z-]+", re.split(r" [A-Z]| -- ", new)[0]):
+        assert isinstance(found, click.Group)
+        found = found.get_command(click.Context(root), word)
+    assert found is not None
+    options = {option for entry in found.params for option in entry.opts}
+    assert set(re.findall(r"--[a-z]+", new)) <= options
+
+
+def test_a_verb_below_another_imports_nothing_of_it():
+    """`serve mcp` starts without the server's packages, which `serve` needs, and faster."""
+    code = (
+        "import sys; from collage_monitor.command import root; root(['serve', 'mcp', '-h'], standalone_mode=False)"
+    )
+    done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True)
+    assert "Model Context Protocol" in done.stdout
+    assert "collage_server" not in done.stderr
+
+
+def test_options_of_the_server_are_refused_before_a_verb_below_it():
+    result = CliRunner().invoke(root, ["serve", "--port", "1", "dashboard"])
+    assert result.exit_code == 2
+    assert "options before dashboard are the server's" in result.stderr
+
+
+def test_options_of_one_meaning_have_one_name():
+    """A file that is written is `--output`, a server that is not asked is `--offline`, a tag is `--tag`."""
+    seen: dict[str, set[str]] = {}
+
+    def look(group, path):
+        for name in group.list_commands(click.Context(group)):
+            found = group.get_command(click.Context(group), name)
+            for entry in found.params:
+                for option in entry.opts if isinstance(entry, click.Option) else ():
+                    kind = "flag" if entry.is_flag else "value"
+                    seen.setdefault(option, set()).add(kind)
+            if isinstance(found, click.Group):
+                look(found, f"{path} {name}")
+
+    look(root, "")
+    assert [option for option, kinds in seen.items() if len(kinds) > 1] == []
+    assert not {"--file", "--tags", "--remove", "--on-host"} & seen.keys()

@@ -1,4 +1,4 @@
-"""Conditions of `check` and `preflight`, and the JUnit that they end in."""
+"""Conditions of `check`, and the JUnit that they end in."""
 
 import xml.etree.ElementTree as ElementTree
 
@@ -100,7 +100,7 @@ def test_junit_counts_and_names_what_failed(tmp_path):
         Outcome("a run", "problem", "passed", "healthy"),
         Outcome("train.py", "program", "error", "status 3"),
     ]
-    write_junit(path, "check", outcomes, "said <of> it\x1b", 1.25)
+    write_junit(path, outcomes, "said <of> it\x1b", 1.25)
     (suite,) = ElementTree.parse(path).getroot().iter("testsuite")
     assert {key: suite.get(key) for key in ("name", "tests", "failures", "errors")} == {
         "name": "collage-monitor check",
@@ -114,4 +114,4 @@ def test_junit_counts_and_names_what_failed(tmp_path):
     assert [case.get("message") for case in cases[0]] == ["edq is 0.8"]
     assert suite.findtext("system-out") == "said <of> it�"
     with pytest.raises(click.ClickException, match="another --junit"):
-        write_junit(tmp_path / "none" / "junit.xml", "check", outcomes, "", 0.0)
+        write_junit(tmp_path / "none" / "junit.xml", outcomes, "", 0.0)

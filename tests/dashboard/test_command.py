@@ -1,4 +1,4 @@
-"""The verb `dashboard`: its options, its token, its refusals."""
+"""The verb `serve dashboard`: its options, its token, its refusals."""
 
 import json
 import socket
@@ -51,7 +51,7 @@ class FakeDashboard:
 def test_sigterm_ends_it_by_its_own_will(tmp_path):
     """In a container it is the first process, which a signal without a handler does not end."""
     port = ports.free_port()
-    arguments = ports.command("dashboard", "--port", port, "--server-url", "http://127.0.0.1:9")
+    arguments = ports.command("serve", "dashboard", "--port", port, "--server-url", "http://127.0.0.1:9")
     with ports.running(arguments, f"http://127.0.0.1:{port}/healthz", tmp_path / "log") as process:
         assert process.poll() is None
     assert process.poll() == 0
@@ -104,7 +104,7 @@ def test_a_port_in_use_is_a_sentence():
         taken.listen()
         port = str(taken.getsockname()[1])
         code = "from collage_monitor.command import main; main()"
-        command_line = [sys.executable, "-c", code, "dashboard", "--port", port, "--token", "t"]
+        command_line = [sys.executable, "-c", code, "serve", "dashboard", "--port", port, "--token", "t"]
         result = subprocess.run(command_line, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert result.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr

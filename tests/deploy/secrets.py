@@ -11,7 +11,7 @@ SCRIPT = ROOT / "server/deploy/secrets.sh"
 CHOWN = '#!/bin/sh\necho "$@" >> "$WRITTEN/chown"\n'
 COMMAND = """#!/bin/sh
 echo "$@" >> "$WRITTEN/command"
-while [ $# -gt 1 ]; do [ "$1" = --file ] && [ ! -e "$2" ] && echo a-token > "$2"; shift; done
+while [ $# -gt 1 ]; do [ "$1" = --output ] && [ ! -e "$2" ] && echo a-token > "$2"; shift; done
 exit "${FAILS:-0}"
 """
 

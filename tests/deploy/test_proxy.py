@@ -149,7 +149,7 @@ def behind(tmp_path, proxy_address):
     port = free_port()
     with proxied(tmp_path, **{"dashboard:7421": f"127.0.0.1:{port}"}) as proxy:
         arguments = [
-            *command("dashboard", "--port", str(port)),
+            *command("serve", "dashboard", "--port", str(port)),
             "--server-url",
             f"http://127.0.0.1:{proxy.server.port}",
         ]

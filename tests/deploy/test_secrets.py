@@ -58,11 +58,11 @@ def test_configuration_is_readable_by_every_service_whatever_the_umask_of_the_ch
 def test_the_database_is_brought_up_to_date_before_tokens_are_made_by_role(secrets):
     assert secrets.run("tokens").returncode == 0
     migrate, *created = secrets.lines("command")
-    assert migrate == "migrate"
+    assert migrate == "setup database"
     roles = {line.split("--role ")[1].split()[0]: line for line in created}
     assert roles.keys() == {"ingest", "read"}
     assert len(created) == 4
-    assert all("token create --host" in line and "--all-projects" in line for line in created)
+    assert all("token create --offline" in line and "--all-projects" in line for line in created)
 
 
 def test_a_command_that_fails_ends_it(secrets):

@@ -22,4 +22,5 @@ def test_the_verbs_of_the_head_exist():
 
 
 def test_make_packages_calls_every_verb():
-    assert set(root.list_commands(click.Context(root))) == CALLS.keys() | STARTED.keys()
+    called = {verb.partition(" ")[0] for verb in (*CALLS, *STARTED)}
+    assert set(root.list_commands(click.Context(root))) == called

@@ -1,4 +1,4 @@
-"""`preflight` on programs that know nothing of us, and `check` on runs that were: status, JUnit, report."""
+"""`check` on programs that know nothing of us, and on runs that were: status, JUnit, report."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from collage_monitor.client import Client
-from collage_monitor.command.check import check, preflight
+from collage_monitor.command.check import check
 from collage_monitor.local import read_token, token_path
 from collage_monitor.run_history import read_forecast
 from collage_monitor.schedule import parse_schedule
@@ -79,7 +79,7 @@ def flown(python, folder, text, *options, steps=40):
     script.write_text(text)
     written = {"--junit": folder / "junit.xml", "--report": folder / "report.html"}
     arguments = ["--json", "--steps", steps, *(part for pair in written.items() for part in pair), *options]
-    answer = CliRunner().invoke(preflight, [*map(str, arguments), "--", python, str(script)])
+    answer = CliRunner().invoke(check, [*map(str, arguments), "--", python, str(script)])
     assert answer.exception is None or isinstance(answer.exception, SystemExit), answer.exception
     (suite,) = ElementTree.parse(folder / "junit.xml").getroot().iter("testsuite")
     found = json.loads(answer.stdout)
@@ -151,10 +151,10 @@ def test_a_program_that_hangs_is_ended_at_its_time(tmp_path):
 
 
 def test_what_cannot_be_asked_for_is_refused_before_anything_runs(tmp_path):
-    answer = CliRunner().invoke(preflight, ["--fail-if", "forecast-lost>0.5", "--", "python", "none.py"])
+    answer = CliRunner().invoke(check, ["--fail-if", "forecast-lost>0.5", "--", "python", "none.py"])
     assert answer.exit_code == 2
     assert "needs --schedule" in answer.output
-    answer = CliRunner().invoke(preflight, ["--", "no-such-program"])
+    answer = CliRunner().invoke(check, ["--", "no-such-program"])
     assert answer.exit_code == 1
     assert "pass a program that the shell finds" in answer.output
 

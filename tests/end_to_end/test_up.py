@@ -83,5 +83,5 @@ def test_beside_a_server_alone_no_link_is_printed_and_a_token_is_asked_for_in_wo
         collage.log({"loss": 1.0}, step=1)
         collage.finish()
         printed = capsys.readouterr().out
-    assert f"collage-monitor dashboard --server-url {address}" in printed
+    assert f"collage-monitor serve dashboard --server-url {address}" in printed
     assert f"{address}/" not in printed

@@ -1,4 +1,4 @@
-"""An interpreter to hand to `cure --check` and `preflight`: it starts a script watched, or a module, by a fork.
+"""An interpreter to hand to `cure --check` and `check`: it starts a script watched, or a module, by a fork.
 
 The script gets its arguments, environment, folder, streams and exit status as from a real start. That a program
 that really starts is watched, `test_launcher` tests.

@@ -108,7 +108,7 @@ def test_a_browser_that_asks_the_server_for_a_run_is_told_where_pages_are(guarde
         response = guarded.get(path)
         assert response.status_code == 200
         assert response.headers["Content-Type"].startswith("text/html")
-        assert "collage-monitor dashboard --server-url" in response.text
+        assert "collage-monitor serve dashboard --server-url" in response.text
 
 
 def test_the_server_brings_what_its_verbs_import():

@@ -313,7 +313,7 @@ def test_over_http_each_request_reads_what_its_own_token_may(served, tmp_path):
         )
     port = free_port()
     address = f"http://127.0.0.1:{port}/mcp"
-    started = command("mcp", "--http", "--port", port, "--server-url", server.url)
+    started = command("serve", "mcp", "--http", "--port", port, "--server-url", server.url)
 
     async def ask(bearer, host=None):
         headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
@@ -348,7 +348,7 @@ def _until_listening(address):
 
 def test_over_standard_input_and_output(served):
     server, token = served
-    program, *arguments = command("mcp", "--server-url", server.url)
+    program, *arguments = command("serve", "mcp", "--server-url", server.url)
 
     async def ask():
         parameters = StdioServerParameters(

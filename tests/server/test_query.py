@@ -1,4 +1,4 @@
-"""`collage-monitor query`: the API's numbers, by SQL."""
+"""`collage-monitor archive query`: the API's numbers, by SQL."""
 
 import csv
 import io

@@ -190,18 +190,18 @@ def test_compare_recommends_and_tells_verdicts_losses_and_the_settings_that_diff
 
 
 def test_tags_are_given_and_taken_away(call, server):
-    assert call("tag", "plus", "good", "sweep").stdout == "plus: sweep, good\n"
-    assert call("tag", "plus", "--remove", "sweep").stdout == "plus: good\n"
+    assert call("edit", "plus", "--tag", "good", "--tag", "sweep").stdout == "plus: sweep, good\n"
+    assert call("edit", "plus", "--remove-tag", "sweep").stdout == "plus: good\n"
     assert server.get("/runs/01AB-two", wire.Run).tags == ["good"]
-    assert "no such tag; it has good" in call("tag", "plus", "--remove", "bad", status=2).stderr
-    assert call("tag", "plus").stdout == "plus: good\n"
+    assert "no such tag; it has good" in call("edit", "plus", "--remove-tag", "bad", status=2).stderr
+    assert call("edit", "plus").stdout == "plus: good\n"
 
 
 def test_a_note_stands_in_the_timeline(call, server):
-    call("note", "plus", "raised the rate", "--step", "30")
+    call("edit", "plus", "--note", "raised the rate", "--step", "30")
     notes = [event for event in server.get("/runs/01AB-two/events", wire.EventPage).events if event.kind == "note"]
     assert [(event.text, event.step) for event in notes] == [("loopback: raised the rate", 30)]
-    assert "the note is empty" in call("note", "plus", "  ", status=2).stderr
+    assert "the note is empty" in call("edit", "plus", "--note", "  ", status=2).stderr
 
 
 def test_nothing_is_deleted_without_a_yes(call, server):
@@ -275,7 +275,7 @@ def test_a_token_that_the_server_does_not_know_is_not_kept(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "words", [("tag", "01AB-one", "kept"), ("delete", "01AB-one", "--yes"), ("show", "01AB-one")]
+    "words", [("edit", "01AB-one", "--tag", "kept"), ("delete", "01AB-one", "--yes"), ("show", "01AB-one")]
 )
 def test_the_run_that_is_meant_is_read_once(call, asked, words):
     """Each verb read it again to know more than its id, `show` twice."""
@@ -284,5 +284,5 @@ def test_the_run_that_is_meant_is_read_once(call, asked, words):
 
 
 def test_a_run_that_is_found_by_its_name_is_not_read_again(call, asked):
-    call("tag", "plus", "kept")
+    call("edit", "plus", "--tag", "kept")
     assert [one for one in asked if one.startswith("GET")] == ["GET /api/v1/runs/plus", "GET /api/v1/runs"]

@@ -179,7 +179,7 @@ def test_a_provider_is_stated_as_a_whole_and_its_secret_is_not_shown():
 
 
 def test_sign_in_hinders_no_verb_beside_the_server(monkeypatch, tmp_path):
-    """`token create --host` asks for no token, which `serve --no-auth` may not combine with sign-in."""
+    """`token create --offline` asks for no token, which `serve --no-auth` may not combine with sign-in."""
     for name, value in OIDC.items():
         monkeypatch.setenv(f"COLLAGE_SERVER_{name}", value)
     monkeypatch.setenv("COLLAGE_SERVER_HOST", "0.0.0.0")

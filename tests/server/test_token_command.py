@@ -35,7 +35,7 @@ def runs(url, secret):
 
 
 def test_on_the_host_while_a_server_runs_and_through_it(call, tmp_path):
-    host = ("--host", "--dir", tmp_path)
+    host = ("--offline", "--dir", tmp_path)
     first = call("create", *host, "--name", "first", "--role", "admin").stdout.split()[0]
     with serving(tmp_path) as (_, _, ready):
         url = ready["server_url"]
@@ -76,13 +76,13 @@ def test_a_server_that_up_keeps_elsewhere_is_found_with_its_token(call, tmp_path
     ],
 )
 def test_unclear_reach_is_refused(call, tmp_path, arguments):
-    call("create", "--host", "--dir", tmp_path, "--name", "n", *arguments, code=2)
-    assert "no tokens yet" in call("list", "--host", "--dir", tmp_path).stdout
+    call("create", "--offline", "--dir", tmp_path, "--name", "n", *arguments, code=2)
+    assert "no tokens yet" in call("list", "--offline", "--dir", tmp_path).stdout
 
 
 def test_without_a_server_the_message_names_the_way_on_the_host(call, tmp_path):
     result = call("list", "--server-url", "http://127.0.0.1:1", "--dir", tmp_path, code=1)
-    assert "--host" in result.output
+    assert "--offline" in result.output
 
 
 def test_a_host_without_a_name_for_its_user_and_a_name_that_would_steer_the_terminal(call, tmp_path, monkeypatch):
@@ -90,7 +90,7 @@ def test_a_host_without_a_name_for_its_user_and_a_name_that_would_steer_the_term
         raise KeyError("getpwuid(): uid not found: 54321")
 
     monkeypatch.setattr(getpass, "getuser", nobody)
-    host = ("--host", "--dir", tmp_path)
+    host = ("--offline", "--dir", tmp_path)
     made = call("create", *host, "--name", "n\x1b[2J\nm", "--role", "admin", "--json").stdout
     assert json.loads(made)["token"]["created_by"] == f"host:{os.getuid()}"
     [line] = call("list", *host).stdout.splitlines()
@@ -98,8 +98,8 @@ def test_a_host_without_a_name_for_its_user_and_a_name_that_would_steer_the_term
 
 
 def test_a_file_keeps_its_token_for_as_long_as_it_counts(call, tmp_path):
-    host, file = ("--host", "--dir", tmp_path), tmp_path / "secret"
-    create = ("create", *host, "--name", "scraper", "--all-projects", "--file", file)
+    host, file = ("--offline", "--dir", tmp_path), tmp_path / "secret"
+    create = ("create", *host, "--name", "scraper", "--all-projects", "--output", file)
     made = call(*create, "--role", "read")
     first = file.read_text()
     assert file.stat().st_mode & 0o777 == 0o600
@@ -119,5 +119,5 @@ def test_a_file_keeps_its_token_for_as_long_as_it_counts(call, tmp_path):
 
 
 def test_a_file_is_for_the_host_itself(call, tmp_path):
-    result = call("create", "--name", "x", "--role", "read", "--all-projects", "--file", tmp_path / "t", code=2)
-    assert "--host" in result.output
+    result = call("create", "--name", "x", "--role", "read", "--all-projects", "--output", tmp_path / "t", code=2)
+    assert "--offline" in result.output

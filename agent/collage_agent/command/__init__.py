@@ -1,1 +1,1 @@
-"""The agent's verbs of `collage-monitor`: audit, convert, doctor, replay."""
+"""The agent's verbs of `collage-monitor`: audit, convert, cure, doctor, sync."""

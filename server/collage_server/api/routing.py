@@ -40,7 +40,8 @@ _NO_DASHBOARD: Final = """<!doctype html><html lang="en"><head><meta charset="ut
 <style>body{font:15px/1.5 system-ui,sans-serif;max-width:40rem;margin:2rem auto;padding:0 1rem}</style></head><body>
 <h1>Collage Monitor</h1>
 <p>This is the server: it keeps runs, and answers programs. The pages are the dashboard's, which runs beside it:
-<code>collage-monitor dashboard --server-url ADDRESS</code>, with this page's address, prints where to open them.
+<code>collage-monitor serve dashboard --server-url ADDRESS</code>, with this page's address, prints where to open
+them.
 On one machine <code>collage-monitor up</code> starts both.</p>
 <p>In a terminal: <code>collage-monitor list</code>, <code>collage-monitor show RUN</code>. For programs:
 <a href="/docs">the API</a>.</p></body></html>"""

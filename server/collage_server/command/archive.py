@@ -12,6 +12,7 @@ from typing import Final
 
 import click
 
+from collage_monitor.command import VerbGroup
 from collage_monitor.command.progress import progress
 from collage_monitor.command.terminal import printable
 from collage_server.app import make_store
@@ -26,7 +27,7 @@ _DAY_SECONDS: Final = 86_400.0
 _FILES_AT_ONCE: Final = 16
 
 
-@click.group("archive")
+@click.group("archive", cls=VerbGroup)
 def archive() -> None:
     """Archived files: the older points of runs."""
 

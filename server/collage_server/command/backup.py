@@ -1,4 +1,4 @@
-"""`collage-monitor backup` and `restore`: a file that holds everything the database holds, and archived files."""
+"""`collage-monitor backup`: a file that holds everything the database holds, and archived files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from collage_monitor.command import VerbGroup
 from collage_monitor.command.progress import progress
 from collage_monitor.command.terminal import printable
 from collage_server.app import make_store
@@ -17,7 +18,7 @@ from collage_server.settings import Settings, settings_beside_server
 from collage_server.store.backup import Backup, back_up, verify_backup
 from collage_server.store.backup import restore as restore_store
 
-__all__ = ["backup", "restore"]
+__all__ = ["backup"]
 
 _DUMP = (
     "the database is PostgreSQL, which has its own way: `pg_dump --format=custom --file=FILE DATABASE` while the "
@@ -25,14 +26,18 @@ _DUMP = (
 )
 
 
-@click.command("backup")
+@click.group("backup", cls=VerbGroup)
+def backup() -> None:
+    """Back-ups of an SQLite database and of archived files."""
+
+
+@backup.command("make")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder of the server.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
-@click.option("--verify", is_flag=True, help="Only read FILE and its archived files; status 1 if damaged.")
 @click.option("--drill", "drilled", is_flag=True, help="Also restore FILE aside, and compare the answers of runs.")
 @click.option("--runs", default=10, show_default=True, type=click.IntRange(1), help="With --drill: how many runs.")
-def backup(file: Path, folder: Path | None, as_json: bool, verify: bool, drilled: bool, runs: int) -> None:
+def make(file: Path, folder: Path | None, as_json: bool, drilled: bool, runs: int) -> None:
     """Copy the database into FILE while the server serves, and archived files into the folder `archive` beside it.
 
     Archived files never change: one that is there already is read as a whole, and copied again if it differs from
@@ -45,11 +50,6 @@ def backup(file: Path, folder: Path | None, as_json: bool, verify: bool, drilled
     numbers, and says what a loss would cost now. Status 1 if one differs.
     """
     settings = _settings(folder)
-    if verify:
-        with progress("read the back-up and its archived files"):
-            found = verify_backup(file, with_archive=_archive(settings) is not None)
-        _say(found, as_json, "all of them good")
-        return
     with progress("copy the database and archived files"):
         made = back_up(settings.folder / "collage.sqlite", file, archive=_archive(settings))
     if drilled:
@@ -58,6 +58,17 @@ def backup(file: Path, folder: Path | None, as_json: bool, verify: bool, drilled
         _say(made, as_json, drill=outcome)
         raise SystemExit(1 if outcome.problems else 0)
     _say(made, as_json)
+
+
+@backup.command("verify")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder of the server.")
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
+def verify(file: Path, folder: Path | None, as_json: bool) -> None:
+    """Read the back-up FILE and its archived files as a whole; status 1 if something is damaged."""
+    with progress("read the back-up and its archived files"):
+        found = verify_backup(file, with_archive=_archive(_settings(folder)) is not None)
+    _say(found, as_json, "all of them good")
 
 
 def _drilled(settings: Settings, file: Path, runs: int) -> Drill:
@@ -78,7 +89,7 @@ def _drilled(settings: Settings, file: Path, runs: int) -> Drill:
             server.close()
 
 
-@click.command("restore")
+@backup.command("restore")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "--dir",

@@ -1,4 +1,4 @@
-"""`collage-monitor migrate`: bring a PostgreSQL schema up to date; SQLite's is brought by `serve` itself."""
+"""`collage-monitor setup database`: bring a PostgreSQL schema up to date; SQLite's is brought by `serve` itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collage_server.store.migrate import head_revision
 __all__ = ["migrate"]
 
 
-@click.command("migrate")
+@click.command("database")
 @click.option(
     "--database",
     envvar="COLLAGE_SERVER_DATABASE",
@@ -27,7 +27,7 @@ def migrate(database: str, seconds: float, as_json: bool) -> None:
     """Bring the schema behind --database up to date; servers of the previous release go on serving."""
     if not database.startswith("postgresql"):
         raise click.ClickException(
-            "only postgresql:// databases are migrated here; `serve` migrates SQLite by itself"
+            "only postgresql:// databases are set up here; `serve` migrates SQLite by itself"
         )
     store = PostgresqlStore(database, stale_after_seconds=600.0, unsafe=True, lock_timeout_seconds=seconds)
     store.migrate()

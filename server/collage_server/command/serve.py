@@ -16,8 +16,10 @@ from typing import Any, Final
 
 import click
 import uvicorn
+from click.core import ParameterSource
 from fastapi import FastAPI
 
+from collage_monitor.command import VerbGroup
 from collage_monitor.local import LOOPBACK_HOSTS, ensure_token, require_free, web_address
 from collage_server.app import create_app, make_store
 from collage_server.errors import StoreUnusable
@@ -35,7 +37,7 @@ _ARENA_MAX: Final = -8
 """M_ARENA_MAX of glibc's malloc.h."""
 
 
-@click.command("serve")
+@click.group("serve", cls=VerbGroup, invoke_without_command=True, subcommand_metavar="[VERB ...]")
 @click.option("--host", help="Address to listen on. Default: 127.0.0.1.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on. Default: 7420.")
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder: database and token.")
@@ -57,9 +59,14 @@ _ARENA_MAX: Final = -8
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
 @click.option("--print-settings", is_flag=True, help="Print the settings with secrets masked, and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
-def serve(print_settings: bool, as_json: bool, **flags: Any) -> None:
+@click.pass_context
+def serve(context: click.Context, /, print_settings: bool, as_json: bool, **flags: Any) -> None:
     """Run the server: it takes in reports, stores them and answers questions about them. Ctrl-C stops, after the
-    last commit."""
+    last commit. With a verb, run the dashboard or the MCP server in its place."""
+    if (verb := context.invoked_subcommand) is not None:
+        if any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in context.params):
+            raise click.UsageError(f"options before {verb} are the server's: write them behind `serve {verb}`")
+        return
     settings = _settings(**flags)
     if print_settings:
         click.echo(json.dumps(settings.masked(), indent=2))

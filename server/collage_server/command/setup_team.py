@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import click
 
+from collage_monitor.command import VerbGroup
 from collage_monitor.errors import CollageError
 from collage_monitor.local import token_path, write_private
 from collage_server.settings import settings_from_environment
@@ -109,9 +110,9 @@ server {{
 """
 
 
-@click.group("setup")
+@click.group("setup", cls=VerbGroup)
 def setup() -> None:
-    """Set up an installation as a whole."""
+    """Set up a server for a team, or the schema of its database."""
 
 
 @setup.command("team")
@@ -213,8 +214,8 @@ class Installation:
             "collage-server": (_SERVER, f"serve --port 7410 {common} --allowed-host {self.name}"),
             "collage-dashboard": (
                 _DASHBOARD,
-                f"dashboard --port 7411 --server-url http://127.0.0.1:7410 --token-file {self.etc}/read-token "
-                f"--allowed-host {self.name} --trusted-proxy 127.0.0.1",
+                "serve dashboard --port 7411 --server-url http://127.0.0.1:7410 "
+                f"--token-file {self.etc}/read-token --allowed-host {self.name} --trusted-proxy 127.0.0.1",
             ),
         }
         place = {"user": self.user, "env": self.env}
@@ -230,8 +231,10 @@ class Installation:
         """A back-up under the day of the week, for `sh`; archived files of PostgreSQL's are copied beside it."""
         begin = f"umask 077; day=$(date +%u); cd {self.backups}"
         if _PREFIX + "DATABASE" not in self.settings():
-            make = f"{self.command} backup --dir {self.data}"
-            return f'{begin}; rm -f "$day.sqlite"; {make} "$day.sqlite"; {make} --verify "$day.sqlite"'
+            make, verify = (
+                f'{self.command} backup {verb} --dir {self.data} "$day.sqlite"' for verb in ("make", "verify")
+            )
+            return f'{begin}; rm -f "$day.sqlite"; {make}; {verify}'
         return (
             f'{begin}; pg_dump --format=custom --file="$day.dump" "$COLLAGE_SERVER_DATABASE"; '
             f'pg_restore --list "$day.dump" > /dev/null; mkdir -p {self.data}/archive; '
@@ -256,9 +259,9 @@ class Installation:
     def make_tokens(self) -> None:
         """Make the tokens of trainings and of the dashboard, unless they are there and count."""
         if _PREFIX + "DATABASE" in self.settings():
-            self._run([self.command, "migrate"])
+            self._run([self.command, "setup", "database"])
         for role in ("ingest", "read"):
-            place = ["--host", "--dir", str(self.data), "--file", str(self.etc / f"{role}-token")]
+            place = ["--offline", "--dir", str(self.data), "--output", str(self.etc / f"{role}-token")]
             self._run([self.command, "token", "create", "--name", role, "--role", role, "--all-projects", *place])
 
     def send_test(self) -> bool:

@@ -34,7 +34,7 @@ def _place_options(function: _Function) -> _Function:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON."),
         click.option(
-            "--host", "on_host", is_flag=True, help="Write directly into the database, without the server."
+            "--offline", is_flag=True, help="Ask no server: read and write the database in the data folder itself."
         ),
         click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder: database and token."),
         click.option(
@@ -107,16 +107,18 @@ class _HostTokens:
 
 @contextmanager
 def _tokens(
-    server_url: str, token: str | None, folder: Path | None, on_host: bool
+    server_url: str, token: str | None, folder: Path | None, offline: bool
 ) -> Iterator[_Tokens | _HostTokens]:
-    if not on_host:
+    if not offline:
         where = data_folder(folder)
         try:
             known = token or (find_token(server_url) if folder is None else read_token(folder))
             with Client(server_url, known) as client:
                 yield _Tokens(client)
         except ServerUnreachable as error:
-            raise click.ClickException(f"{error}; --host writes into the database of {where} without it") from error
+            raise click.ClickException(
+                f"{error}; --offline writes into the database of {where} without it"
+            ) from error
         return
     store = make_store(settings_beside_server(folder))
     store.open()
@@ -138,9 +140,10 @@ def token() -> None:
 @click.option("--project", "projects", multiple=True, help="Project that the token is for; may be repeated.")
 @click.option("--all-projects", is_flag=True, help="Make the token valid for every project, now and later.")
 @click.option(
-    "--file",
+    "--output",
+    "file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="With --host: write the secret to this file (mode 0600). If it holds a valid token of the same role, "
+    help="With --offline: write the secret to this file (mode 0600). If it holds a valid token of the same role, "
     "that one is kept.",
 )
 def create_token(
@@ -153,8 +156,10 @@ def create_token(
     **place: Any,
 ) -> None:
     """Make a token and print its secret, once."""
-    if file is not None and not place["on_host"]:
-        raise click.UsageError("--file looks into the database itself whether its token counts; give --host, too")
+    if file is not None and not place["offline"]:
+        raise click.UsageError(
+            "--output looks into the database itself whether its token counts; give --offline, too"
+        )
     if bool(projects) == (all_projects or role == "admin"):
         raise click.UsageError("give --project NAME, once or more, or --all-projects (an admin token is for all)")
     create = wire.TokenCreate(name=name, role=cast(wire.Role, role), projects=list(projects) or None)

@@ -1,7 +1,7 @@
 """Bringing a database to this server's schema, forward only; a newer schema is refused.
 
-`collage-monitor migrate` and each store at its start call it. A step of `migrations/versions/` that was released
-never changes (`tests/server/store/test_migrations.py`).
+`collage-monitor setup database` and each store at its start call it. A step of `migrations/versions/` that was
+released never changes (`tests/server/store/test_migrations.py`).
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class PostgresqlStore(Store):
             check_revision(current)
         raise StoreUnusable(
             f"the database has schema revision {current}, this server needs {head_revision()}; "
-            "run `collage-monitor migrate` with the same --database first"
+            "run `collage-monitor setup database` with the same --database first"
         )
 
     def time(self, connection: Connection, now: float) -> float:

@@ -139,8 +139,8 @@ class SqliteStore(Store):
         if self._mark.exists() and _is_empty(self.path, self._busy_timeout_seconds):
             raise StoreUnusable(
                 f"{self.path} holds no tables, though a database was here: its file, or its write-ahead log "
-                f"{self.path.name}-wal, is gone. Put them back, or restore a backup with collage-monitor restore. "
-                f"To begin with an empty database remove {self._mark}"
+                f"{self.path.name}-wal, is gone. Put them back, or restore a back-up: `collage-monitor backup "
+                f"restore`. To begin with an empty database remove {self._mark}"
             )
 
     def _prepare_schema(self) -> None:

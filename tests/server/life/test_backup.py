@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 from collage_server.app import create_app
 from collage_server.command.backup import backup as backup_verb
-from collage_server.command.backup import restore as restore_verb
 from collage_server.errors import StoreUnusable
 from collage_server.settings import Settings
 from collage_server.store.backup import back_up, restore
@@ -158,16 +157,16 @@ def test_a_back_up_of_a_newer_server_is_refused(server, settings, tmp_path):
 def test_the_verbs(server, settings, tmp_path, monkeypatch):
     server.filled()
     folder = str(settings.folder)
-    done = CliRunner().invoke(backup_verb, [str(tmp_path / "copy"), "--dir", folder, "--json"])
+    done = CliRunner().invoke(backup_verb, ["make", str(tmp_path / "copy"), "--dir", folder, "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.output)["runs"] == 1
-    done = CliRunner().invoke(restore_verb, [str(tmp_path / "copy"), "--dir", str(tmp_path / "new")])
+    done = CliRunner().invoke(backup_verb, ["restore", str(tmp_path / "copy"), "--dir", str(tmp_path / "new")])
     assert done.exit_code == 0, done.output
     assert "1 runs" in done.output
     assert (tmp_path / "new" / "collage.sqlite").exists()
-    nowhere = CliRunner().invoke(backup_verb, [str(tmp_path / "c2"), "--dir", str(tmp_path / "none")])
+    nowhere = CliRunner().invoke(backup_verb, ["make", str(tmp_path / "c2"), "--dir", str(tmp_path / "none")])
     assert isinstance(nowhere.exception, StoreUnusable)
     monkeypatch.setenv("COLLAGE_SERVER_DATABASE", "postgresql://localhost/collage")
-    dump = CliRunner().invoke(backup_verb, [str(tmp_path / "c3"), "--dir", folder])
+    dump = CliRunner().invoke(backup_verb, ["make", str(tmp_path / "c3"), "--dir", folder])
     assert dump.exit_code == 1
     assert "pg_dump" in dump.output

@@ -18,7 +18,7 @@ from tests.server.samples import report
 
 
 def told(folder, *arguments):
-    result = CliRunner().invoke(backup_verb, [*map(str, arguments), "--dir", str(folder)])
+    result = CliRunner().invoke(backup_verb, ["make", *map(str, arguments), "--dir", str(folder)])
     return result.exit_code, result.stdout
 
 

@@ -148,18 +148,18 @@ def test_a_gigabyte_is_backed_up_while_it_is_written_and_answers_elsewhere(tmp_p
         finish(port)
         settled(store)
         with written_to(port):
-            first = command("backup", copies / "monday.sqlite", "--dir", store)
+            first = command("backup", "make", copies / "monday.sqlite", "--dir", store)
             whole = bytes_in(copies)
-            second = command("backup", copies / "tuesday.sqlite", "--dir", store)
+            second = command("backup", "make", copies / "tuesday.sqlite", "--dir", store)
         more = bytes_in(copies) - whole
         settled(store)
-        command("backup", copies / "wednesday.sqlite", "--dir", store)
+        command("backup", "make", copies / "wednesday.sqlite", "--dir", store)
         expected = answers(port)
     assert whole >= BYTES
     assert first["archived_files"] > 0
     assert second["copied_files"] <= second["archived_files"]
     sys.stdout.write(f"{whole / 1e6:.0f} MB at first, then {more / 1e6:.1f} MB: {more / whole:.1%}\n")
-    command("restore", copies / "wednesday.sqlite", "--dir", other)
+    command("backup", "restore", copies / "wednesday.sqlite", "--dir", other)
     with serving(other) as (_, port):
         found = answers(port)
     for asked, answer in expected.items():

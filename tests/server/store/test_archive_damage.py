@@ -18,7 +18,6 @@ from click.testing import CliRunner
 from collage_server.command.archive import _verified
 from collage_server.command.archive import archive as archive_verb
 from collage_server.command.backup import backup as backup_verb
-from collage_server.command.backup import restore as restore_verb
 from collage_server.errors import Busy, Damaged, DamagedFile, StoreUnusable
 from collage_server.store import Selection, SqliteStore, schema
 from collage_server.store.archive.archive_reader import ArchiveReader
@@ -426,22 +425,22 @@ def test_the_verbs_name_what_is_damaged_and_heal_it(kinds, tmp_path):
     assert status == 1
     assert f"{count} files, " in text
     assert f"{flipped} of run r1 differs from what was written" in text
-    status, text = told(backup_verb, tmp_path / "copies/one", *data)
+    status, text = told(backup_verb, "make", tmp_path / "copies/one", *data)
     assert status == 1
     assert f"archived file {flipped} of run r1 is missing or damaged" in text
     flip(tmp_path / "archive" / flipped)
-    assert told(backup_verb, tmp_path / "copies/one", *data)[0] == 0
+    assert told(backup_verb, "make", tmp_path / "copies/one", *data)[0] == 0
     assert (
         f"{count} archived files, all of them good"
-        in told(backup_verb, tmp_path / "copies/one", "--verify", *data)[1]
+        in told(backup_verb, "verify", tmp_path / "copies/one", *data)[1]
     )
-    tried = told(restore_verb, tmp_path / "copies/one", "--dry-run", "--dir", tmp_path / "new")[1]
+    tried = told(backup_verb, "restore", tmp_path / "copies/one", "--dry-run", "--dir", tmp_path / "new")[1]
     assert f"{count} archived files, {count} of them would be copied" in tried
     flip(tmp_path / "archive" / flipped)
     status, text = told(archive_verb, "verify", "--again", "--json", *data)
     assert (status, json.loads(text)["healed"], json.loads(text)["damaged"]) == (0, 1, [])
     flip(tmp_path / "copies" / "archive" / flipped)
-    assert told(backup_verb, tmp_path / "copies/one", "--verify", *data)[0] == 1
+    assert told(backup_verb, "verify", tmp_path / "copies/one", *data)[0] == 1
 
 
 def test_files_that_cannot_be_noted_as_verified_are_read_once():

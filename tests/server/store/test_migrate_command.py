@@ -1,4 +1,4 @@
-"""`collage-monitor migrate`."""
+"""`collage-monitor setup database`."""
 
 from __future__ import annotations
 

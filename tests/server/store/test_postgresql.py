@@ -108,7 +108,7 @@ def test_chunks_are_partitioned_by_run_and_blocks_stored_as_they_are(store):
 
 
 def test_an_empty_database_is_refused_until_it_is_migrated(empty_database):
-    with pytest.raises(StoreUnusable, match="collage-monitor migrate"):
+    with pytest.raises(StoreUnusable, match="collage-monitor setup database"):
         opened(empty_database)
     store = PostgresqlStore(empty_database, stale_after_seconds=600.0)
     store.migrate()
