@@ -281,7 +281,7 @@ def _load(entry: EntryPoint) -> click.Command:
     return command
 
 
-def _needs(verb: str, entry: EntryPoint | None) -> str:
+def _needs(entry: EntryPoint) -> str:
     """How to install what a verb lacks; "" if nothing is missing."""
     lacking = _lacking(_extras_of(entry))
     return lacking.rpartition("; ")[2] if lacking else ""
