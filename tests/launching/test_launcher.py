@@ -123,6 +123,35 @@ def test_torch_without_an_optimizer_loads_no_agent_and_the_sites_own_customizati
     assert answer.stdout.split() == ["yes", str(own / "sitecustomize.py"), "False", "SourceFileLoader"]
 
 
+RELEASING = """
+import torch
+
+class Releasing(torch.optim.SGD):
+    def step_parameter(self, parameter):
+        parameter.data.sub_(parameter.grad)
+        parameter.grad = None
+
+def main(has_optimizer):
+    model = torch.nn.Linear(8, 8)
+    if has_optimizer:
+        optimizer = Releasing(model.parameters(), lr=1.0)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(optimizer.step_parameter)
+    model(torch.ones(2, 8)).sum().backward()
+
+main({})
+"""
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_an_optimizer_whose_step_is_never_called_is_told_of_at_the_end(has_optimizer, tmp_path):
+    """Its own hooks step the parameters, and it is gone by then: the program ended as if nothing was missed."""
+    answer = launched(tmp_path, *python(write(tmp_path, RELEASING.format(has_optimizer))))
+    assert answer.returncode == 0
+    assert ("step() of Releasing was never called: if hooks step" in answer.stderr) == has_optimizer
+    assert answer.stderr.count("collage:") == has_optimizer
+
+
 def test_an_interpreter_without_the_agent_trains_unwatched_and_says_so(tmp_path):
     folder = tmp_path / "elsewhere"
     folder.mkdir()

@@ -8,6 +8,7 @@ The site's own sitecustomize, which this one hides, is run as well.
 
 from __future__ import annotations
 
+import atexit
 import importlib.machinery
 import importlib.util
 import os
@@ -56,6 +57,7 @@ class _HookingLoader(Loader):
             from torch.optim.optimizer import register_optimizer_step_pre_hook
 
             register_optimizer_step_pre_hook(_before_step)
+            atexit.register(_at_exit)
         except Exception as error:
             _say(f"this torch offers no hooks for optimizers ({error})")
 
@@ -76,6 +78,21 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             _step_begins = _nothing
         random.setstate(drawn)
     _step_begins(optimizer)
+
+
+def _at_exit() -> None:
+    """Say that no step was seen though an optimizer was made: torch marks the step of its class."""
+    if _step_begins is not None or "collage_agent" in sys.modules:
+        return
+    kinds = [sys.modules["torch"].optim.Optimizer]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    made = [kind.__name__ for kind in kinds if hasattr(kind.__dict__.get("step"), "hooked")]
+    if made:
+        _say(
+            f"step() of {made[0]} was never called: if hooks step its parameters in the backward pass, call "
+            "collage_agent.watch(model, optimizer) before the first one"
+        )
 
 
 def _nothing(optimizer: Any) -> None:
