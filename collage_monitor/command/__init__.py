@@ -197,7 +197,7 @@ class Root(VerbGroup):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The verbs by what they are for; those of other packages last, in their own words.
 
-        In a narrow terminal one stands below the other. The options, -h and --version, are in the usage.
+        In a narrow terminal one stands below the other. The options -h, --version and -q are in the usage.
         """
         found = self._entries()
         for title, verbs in _LIST.items():
@@ -306,13 +306,14 @@ def _absent(name: str, text: str) -> click.Command:
 @click.group(
     cls=Root,
     name="collage-monitor",
-    options_metavar="[-h] [--version]",
+    options_metavar="[-h] [--version] [-q]",
     subcommand_metavar="VERB ...",
-    epilog="`collage-monitor VERB -h` explains a verb.",
+    epilog="`collage-monitor VERB -h` explains a verb; -q (--quiet) leaves out progress.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__)
-def root() -> None:
+@click.option("-q", "--quiet", is_flag=True, help="Print no progress and no remarks.")
+def root(quiet: bool) -> None:
     """What low precision does to an optimizer's updates."""
 
 

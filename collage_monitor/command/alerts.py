@@ -12,6 +12,7 @@ import click
 
 from collage_monitor import wire
 from collage_monitor.client import Client
+from collage_monitor.command.progress import remark
 from collage_monitor.command.server import dashboard_of, open_client, server_options
 from collage_monitor.command.terminal import printable
 from collage_monitor.connection import quoted
@@ -104,7 +105,7 @@ def _silence(client: Client, hours: float, alert: str | None, project: str | Non
     )
     named = (("alert", made.alert), ("project", made.project), ("run", made.run_id))
     covered = ", ".join(f"{kind} {name}" for kind, name in named if name is not None)
-    click.echo(printable(f"silenced until {_clock(made.ends_at)}: {covered}"), err=True)
+    remark(printable(f"silenced until {_clock(made.ends_at)}: {covered}"))
 
 
 def _print(incident: wire.Incident, dashboard_url: str | None) -> None:

@@ -272,7 +272,7 @@ def _write_report(
         verb = root.get_command(context, "report")
     assert verb is not None, "the dashboard's package is installed"
     with redirect_stdout(sys.stderr):
-        verb.main(arguments, standalone_mode=False)
+        verb.main(arguments, standalone_mode=False, parent=click.get_current_context())
 
 
 def _tell(

@@ -14,6 +14,7 @@ from urllib.parse import urlencode, urlsplit
 import click
 
 from collage_monitor.client import Client
+from collage_monitor.command.progress import remark
 from collage_monitor.command.server import dashboard_of, find_run, open_client, server_options
 from collage_monitor.connection import quoted
 from collage_monitor.errors import CollageError
@@ -53,7 +54,7 @@ def login(
         client.catalogue()
     path = keep_login(kept)
     if not as_json:
-        click.echo(f"the token is kept in {path}, for you alone", err=True)
+        remark(f"the token is kept in {path}, for you alone")
     _tell(kept, as_json)
 
 

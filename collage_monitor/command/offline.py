@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 
 from collage_monitor.command import require
+from collage_monitor.command.progress import progress
 from collage_monitor.command.up import Services, environment_without_settings
 
 __all__ = ["runs_left_in", "served_from_disk"]
@@ -51,7 +52,8 @@ def served_from_disk(
         for run_id in chosen:
             shutil.copytree(folder / "spool" / run_id, copy / "spool" / run_id)
         with Services(copy, _free_port(), _free_port(), alone=True) as services:
-            _replay(copy, services.server_url)
+            with progress("read what runs have left on disk"):
+                _replay(copy, services.server_url)
             yield services, chosen
 
 

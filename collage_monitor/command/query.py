@@ -26,6 +26,7 @@ from obstore.exceptions import BaseError
 from obstore.store import LocalStore, ObjectStore, from_url
 
 from collage_monitor import wire
+from collage_monitor.command.progress import progress
 from collage_monitor.command.terminal import table
 from collage_monitor.errors import CatalogueError, CollageError
 from collage_monitor.local import data_folder
@@ -67,7 +68,7 @@ def query(sql: str, archive: str, projects: tuple[str, ...], as_json: bool, as_c
     """
     if as_json and as_csv:
         raise click.UsageError("--json and --csv are two formats; give one of them")
-    with open_fleet(archive, projects) as connection:
+    with progress("query the archive"), open_fleet(archive, projects) as connection:
         try:
             found = connection.sql(sql)
             names, rows = (found.columns, found.fetchall()) if found is not None else ([], [])

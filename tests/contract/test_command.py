@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from collage_monitor import command
 from collage_monitor.client import Client
 from collage_monitor.command import VERBS, root
+from collage_monitor.command.progress import progress, remark
 from collage_monitor.errors import NotAuthorised, ServerUnreachable
 from tools.packages import LISTED
 
@@ -302,6 +303,22 @@ def test_options_of_the_server_are_refused_before_a_verb_below_it():
     assert "options before dashboard are the server's" in result.stderr
 
 
+@pytest.mark.parametrize(("flags", "words"), [((), "copy all|all is well"), (("--quiet",), ""), (("-q",), "")])
+def test_quiet_leaves_out_progress_and_remarks_but_no_error(monkeypatch, flags, words):
+    @click.command("refuse")
+    def work():
+        with progress("copy all"):
+            remark("all is well")
+        raise ServerUnreachable("no answer from http://x")
+
+    monkeypatch.setattr(command, "_found", lambda: {"refuse": entry_of(work)})
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):  # By these rich takes standard error for a terminal.
+        monkeypatch.setenv(name, "1")
+    told = CliRunner().invoke(root, [*flags, "refuse"]).stderr
+    assert all(word in told for word in words.split("|"))
+    assert words or told == "collage-monitor: no answer from http://x\n"
+
+
 def test_options_of_one_meaning_have_one_name():
     """A file that is written is `--output`, a server that is not asked is `--offline`, a tag is `--tag`."""
     seen: dict[str, set[str]] = {}
@@ -319,3 +336,30 @@ def test_options_of_one_meaning_have_one_name():
     look(root, "")
     assert [option for option, kinds in seen.items() if len(kinds) > 1] == []
     assert not {"--file", "--tags", "--remove", "--on-host"} & seen.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("check", "give one RUN, or a program behind --"),
+        ("check r -- python train.py", "give one RUN, or a program behind --"),
+        ("check --", "give one RUN, or a program behind --"),
+        ("check r --steps 20", "--steps says nothing about a RUN: leave it out"),
+        ("check --offline -- python train.py", "--offline says nothing about a PROGRAM: leave it out"),
+        ("check r --dir .", "--dir says where the run left its reports: add --offline"),
+        ("check r --fail-if forecast-lost>0.5", "--fail-if forecast-lost>0.5 needs --schedule"),
+        ("edit r --step 3", "--step says what a note is about: add --note TEXT"),
+        ("edit r --note", "'--note' requires an argument"),
+        ("edit r --remove x", "--remove"),
+        ("token create --name n --role admin --output f", "give --offline, too"),
+        ("token list --host", "--host"),
+        ("setup database --database sqlite:///x", "`serve` migrates SQLite by itself"),
+        ("archive query x --json --csv", "--json and --csv are two formats; give one of them"),
+        ("run --tag", "'--tag' requires an argument"),
+    ],
+)
+def test_a_wrong_call_of_a_verb_is_answered_with_what_to_do(words, said):
+    result = CliRunner().invoke(root, words.split())
+    assert result.exit_code in {1, 2}
+    assert said in result.stderr.splitlines()[-1]
+    assert result.stdout == ""

@@ -8,6 +8,8 @@ from pathlib import Path
 import click
 import msgspec
 
+from collage_monitor.command.progress import progress
+
 __all__ = ["doctor"]
 
 _MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
@@ -24,10 +26,11 @@ _MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
 @click.pass_context
 def doctor(context: click.Context, folder: Path | None, as_json: bool) -> None:
     """Say what the agent sees here: torch, devices, optimizers, server, waiting reports. Status 1 on a problem."""
-    from collage_agent.doctor import delivery_checks, machine_checks
-
     environment = {**os.environ, **({} if folder is None else {"COLLAGE_DIR": str(folder)})}
-    checks = [*machine_checks(environment), *delivery_checks(environment)]
+    with progress("look at this machine"):
+        from collage_agent.doctor import delivery_checks, machine_checks
+
+        checks = [*machine_checks(environment), *delivery_checks(environment)]
     problems = sum(check.status == "problem" for check in checks)
     if as_json:
         click.echo(msgspec.json.encode({"problems": problems, "checks": checks}).decode())

@@ -6,6 +6,7 @@ import json
 
 import click
 
+from collage_monitor.command.progress import progress
 from collage_server.store import PostgresqlStore
 from collage_server.store.migrate import head_revision
 
@@ -30,6 +31,7 @@ def migrate(database: str, seconds: float, as_json: bool) -> None:
             "only postgresql:// databases are set up here; `serve` migrates SQLite by itself"
         )
     store = PostgresqlStore(database, stale_after_seconds=600.0, unsafe=True, lock_timeout_seconds=seconds)
-    store.migrate()
+    with progress("bring the schema up to date"):
+        store.migrate()
     revision = head_revision()
     click.echo(json.dumps({"revision": revision}) if as_json else f"schema revision {revision}")

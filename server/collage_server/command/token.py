@@ -15,6 +15,7 @@ import click
 
 from collage_monitor import wire
 from collage_monitor.client import Client
+from collage_monitor.command.progress import remark
 from collage_monitor.command.terminal import printable
 from collage_monitor.errors import ServerUnreachable
 from collage_monitor.local import data_folder, find_token, read_token, server_address, write_private
@@ -165,21 +166,18 @@ def create_token(
     create = wire.TokenCreate(name=name, role=cast(wire.Role, role), projects=list(projects) or None)
     with _tokens(**place) as tokens:
         if file is not None and isinstance(tokens, _HostTokens) and tokens.counts(file, role):
-            click.echo(f"{file} holds a token of role {role} that counts; it stays", err=True)
+            remark(f"{file} holds a token of role {role} that counts; it stays")
             return
         created = tokens.create(create)
     if file is not None:
         write_private(file, created.secret + "\n")
-        click.echo(f"{_line(created.token)}\n{file} holds it", err=True)
+        remark(f"{_line(created.token)}\n{file} holds it")
         return
     if as_json:
         click.echo(wire.encode_json(created))
         return
     click.echo(created.secret)
-    click.echo(
-        f"{_line(created.token)}\nThe token is the first line, shown only now; set it as COLLAGE_TOKEN.",
-        err=True,
-    )
+    remark(f"{_line(created.token)}\nThe token is the first line, shown only now; set it as COLLAGE_TOKEN.")
 
 
 @token.command("list")
