@@ -1,7 +1,7 @@
 """What ten thousand steps of rounding leave: every strategy beside fp64 AdamW, on the same gradients.
 
 `python -m benchmarks.accumulation` runs 37 courses of training under several β₂ and prints the largest errors of
-each kind of course, then all of them; `--write docs/explanation/what-accumulates.md` puts both between that
+each kind of course, then all of them; `--write docs/numerics.md` puts both between that
 page's markers; `--gate` ends with 1 when a stated error is exceeded.
 """
 

@@ -1,6 +1,6 @@
 """Schedules of the learning rate, written as one word: "cosine:3e-4:100:10000".
 
-Forecasts and conditions read schedules by it; the words of a schedule are fixed (`docs/reference/forecasts.md`,
+Forecasts and conditions read schedules by it; the words of a schedule are fixed (`docs/how-to/long-jobs.md`,
 `tests/contract/test_forecast.py`).
 """
 

@@ -182,7 +182,7 @@ def recommend(
 
 
 def _recommended(betas: Sequence[float], second_moments: int) -> tuple[str, ...]:
-    """The most exact first: docs/explanation/what-accumulates.md has the figures.
+    """The most exact first: docs/numerics.md has the figures.
 
     A second moment that moves slowly walks at random in 8 bits; bits of its own are worth more there than the
     weight's. Without second moments those that differ in them alone are one.

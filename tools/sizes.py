@@ -28,15 +28,19 @@ USUAL_FUNCTION, LONGEST_FUNCTION, USUAL_SHARE = 40, 100, 0.95
 SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
-    "collage_monitor": 15385,
-    "collage_agent": 24340,
-    "collage_optim": 7063,
-    "collage_server": 26596,
-    "collage_dashboard": 10115,
-    "tests": 79404,
-    "words of pages": 51574,
+    "collage_monitor": 15617,
+    "collage_agent": 24432,
+    "collage_optim": 7205,
+    "collage_server": 26623,
+    "collage_dashboard": 10120,
+    "tests": 80097,
+    "words of pages": 48225,
+    "pages that people write": 43,
 }
-"""Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
+"""Lines of Python, words of the pages that people write, and how many pages of the site these are.
+
+A commit that raises one says what it buys.
+"""
 SLACK = 0.01
 """A budget that far above its count should fall."""
 GENERATED = ("docs/api/", "docs/studies/", "docs/alerts.md", "docs/command.md")
@@ -44,8 +48,7 @@ HELD_TABLES = {
     "docs/access.md": "tests/server/test_matrix.py",
     "docs/architecture.md": "tests/paths.py",
     "docs/delivery.md": "tests/agent_delivery/test_documentation.py",
-    "docs/explanation/what-accumulates.md": "benchmarks/accumulation.py",
-    "docs/keepers.md": "tests/keepers/table.py",
+    "docs/numerics.md": "benchmarks/accumulation.py",
     "docs/metrics.md": "tests/docs/test_metrics.py",
     "docs/optimizers.md": "tests/agent/intent/matrix.py",
 }
@@ -103,7 +106,11 @@ def used() -> dict[str, int]:
     lines = {
         name: sum(path.read_text().count("\n") for path in folder.rglob("*.py")) for name, folder in folders.items()
     }
-    return lines | {"words of pages": sum(page_words().values())}
+    words = page_words()
+    return lines | {
+        "words of pages": sum(words.values()),
+        "pages that people write": sum(page.startswith("docs/") for page in words),
+    }
 
 
 def against_budgets(counts: dict[str, int], budgets: dict[str, int]) -> tuple[list[str], list[str]]:

@@ -193,7 +193,7 @@ def more_exact(
 
 
 def _by_exactness(moments: Sequence[Moment]) -> tuple[str, ...]:
-    """The most exact first, as docs/explanation/what-accumulates.md has measured it.
+    """The most exact first, as docs/numerics.md has measured it.
 
     A second moment that moves slowly walks at random in 8 bits: bits of its own are worth more there than the
     weight's.

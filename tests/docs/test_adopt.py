@@ -11,7 +11,7 @@ from tests.forking import TRAINING, run_forked
 from tools.release import BEFORE, quick_start
 
 pytestmark = pytest.mark.slow
-PAGE = "how-to/adopt-an-optimizer.md"
+PAGE = "how-to/choose-a-strategy.md"
 
 
 def ran(code, **given):
@@ -22,7 +22,7 @@ def ran(code, **given):
 
 def test_the_lines_for_a_loop_step_and_keep_what_a_bf16_weight_cannot_hold():
     model = torch.nn.Linear(8, 8).bfloat16()
-    build, wrap = blocks(PAGE)[:2]
+    build, wrap = blocks(PAGE)[3:5]
     first = ran(build, model=model)["optimizer"]
     wrapped = ran(wrap, model=model, CollageAdamW=CollageAdamW)
     assert first.strategy == wrapped["optimizer"].strategy == "split-master"
@@ -60,7 +60,7 @@ def test_the_hugging_face_trainer_trains_with_it(tmp_path):
     )
     entry = torch.arange(8)
     trainer = ran(
-        blocks(PAGE)[2], model=model, arguments=arguments, data=[{"input_ids": entry, "labels": entry}] * 4
+        blocks(PAGE)[5], model=model, arguments=arguments, data=[{"input_ids": entry, "labels": entry}] * 4
     )["trainer"]
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     assert isinstance(inner, CollageAdamW)
@@ -69,19 +69,18 @@ def test_the_hugging_face_trainer_trains_with_it(tmp_path):
 
 def test_lightning_takes_it():
     pytest.importorskip("lightning")
-    kind = ran(blocks(PAGE)[3])["Model"]
+    kind = ran(blocks(PAGE)[6])["Model"]
     model = kind()
     model.layer = torch.nn.Linear(8, 8).bfloat16()
     assert isinstance(model.configure_optimizers(), CollageAdamW)
 
 
 def test_the_lines_that_resume_take_torchs_states():
-    page = "how-to/convert-and-resume.md"
     model = torch.nn.Linear(8, 8).bfloat16()
     other = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(torch.ones(2, 8).bfloat16()).sum().backward()
     other.step()
     checkpoint = {"optimizer": other.state_dict()}
-    optimizer = ran(blocks(page)[0], model=model, checkpoint=checkpoint)["optimizer"]
+    optimizer = ran(blocks(PAGE)[7], model=model, checkpoint=checkpoint)["optimizer"]
     assert optimizer.strategy == "split-master"
     assert optimizer.state[model.weight]["step"] == 1

@@ -1,4 +1,4 @@
-"""docs/how-to/offline-and-slurm.md, to the letter: the job, the page without a server, reports sent later."""
+"""docs/how-to/long-jobs.md, to the letter: the job, the page without a server, reports sent later."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from tests.end_to_end.servers import KillableServer
 from tests.launching.forked import forked_python
 
 pytestmark = pytest.mark.slow
-PAGE = "how-to/offline-and-slurm.md"
+PAGE = "how-to/long-jobs.md"
 TRAINING = """
 import torch
 model = torch.nn.Linear(32, 32).bfloat16()
@@ -66,7 +66,7 @@ def node(python, tmp_path):
 
 
 def test_a_job_without_a_network_is_seen_later(node, tmp_path):
-    job, page, send = blocks(PAGE, "sh")
+    _, job, page, send = blocks(PAGE, "sh")
     assert "losing updates" in node(job)
     assert list((tmp_path / "shared" / "spool" / "finetuning-17").iterdir())
     node(page)

@@ -1,4 +1,4 @@
-"""docs/how-to/recipes.md: ten recipes that run one after the other, as somebody would who pastes them."""
+"""docs/how-to/export-and-import.md: ten recipes that run one after the other, as somebody would who pastes them."""
 
 import re
 
@@ -38,13 +38,13 @@ def filled(tmp_path, monkeypatch):
 
 
 def test_every_recipe_runs_and_shows_what_it_promises(filled, capsys):
-    page = (DOCS / "how-to/recipes.md").read_text()
-    assert len(re.findall(r"^## \d+\. ", page, re.MULTILINE)) == 10
+    page = (DOCS / "how-to/export-and-import.md").read_text()
+    assert len(re.findall(r"^### \d+\. ", page, re.MULTILINE)) == 10
     namespace: dict = {}
     said = []
     try:
-        for code in blocks("how-to/recipes.md"):
-            exec(compile(code, "recipes.md", "exec"), namespace)
+        for code in blocks("how-to/export-and-import.md"):
+            exec(compile(code, "export-and-import.md", "exec"), namespace)
             said.append(capsys.readouterr().out)
         assert len(said) == 11
         assert "seed 3" in said[1]

@@ -10,10 +10,8 @@ ROOT = DOCS.parent
 EXECUTED = {
     "../README.md": "tests/docs/test_adopt.py",
     "explanation/bf16-rounding.md": "tests/docs/test_explanation.py",
-    "how-to/adopt-an-optimizer.md": "tests/docs/test_adopt.py",
     "how-to/choose-a-strategy.md": "tests/docs/test_explanation.py",
-    "how-to/convert-and-resume.md": "tests/docs/test_adopt.py",
-    "how-to/recipes.md": "tests/docs/test_recipes.py",
+    "how-to/export-and-import.md": "tests/docs/test_recipes.py",
     "tutorials/first-lost-update.md": "tests/docs/test_first_tutorial.py",
     "tutorials/sick-to-cured.md": "tests/docs/test_tutorial.py",
 }

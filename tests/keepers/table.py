@@ -1,6 +1,6 @@
 """What is said of each way to keep a weight, healthy and broken: short trainings, judged by the code.
 
-`python -m tests.keepers.table` prints the table of docs/keepers.md.
+`python -m tests.keepers.table` prints the table of docs/optimizers.md.
 """
 
 from __future__ import annotations

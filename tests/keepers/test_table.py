@@ -1,4 +1,4 @@
-"""No word is false on any way to keep a weight, whole or broken; the table of docs/keepers.md is what is said."""
+"""No word is false on any way to keep a weight, whole or broken; docs/optimizers.md shows what is said."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.keepers.ways import BF16, FP16, ways
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[2] / "docs" / "keepers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 WHOLE = ("Rounded", "Fraction", "CollageAdamW, light")
 CASES = list(cases())
 FEW = [case for case in CASES if case.dtype is not FP16 and (case.way.name in WHOLE or case.condition == "healthy")]

@@ -143,7 +143,8 @@ def page(records: Sequence[Record]) -> Page:
         evidence,
         [
             f"Each trial has {2 * ELEMENTS} weights, β₂ = {BETAS[1]} and gradients of one distribution (mean "
-            "3·10⁻⁴, noise 10⁻³). [What accumulates](../explanation/what-accumulates.md) covers 37 distributions.",
+            "3·10⁻⁴, noise 10⁻³). [What accumulates](../numerics.md#what-accumulates-over-10000-steps) covers 37 "
+            "distributions.",
             "An error of the displacement says nothing about the loss. Other studies measure the loss.",
         ],
     )
