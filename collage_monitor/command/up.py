@@ -126,7 +126,8 @@ class Services:
     def _check(self) -> None:
         for process in self._processes:
             if process.poll() is not None:
-                verb = process.args[3] if isinstance(process.args, list) else "a service"
+                words = process.args[3:5] if isinstance(process.args, list) else ["a service"]
+                verb = " ".join(word for word in words if not word.startswith("-"))
                 raise click.ClickException(
                     f"{verb} ended with status {process.returncode}; its last lines, above, say why"
                 )
