@@ -68,6 +68,7 @@ class View:
     `zoom`: both ends of what is shown of `axis`, in its unit. `at`: the first and last of the steps at which the
     reader asks what changed; one step is both. `schedule`: of the learning rate, by which a run's loss of updates
     is foretold.
+    `panels`: the metrics whose curves a run's page draws, in order; none: the usual ones.
     The table of runs has `query`, filters, and what it is sorted by, with a "-" before it where the largest comes
     first. `by`: what runs are grouped by, and the keys of the groups that are `opened`. `where`: conditions on
     columns and entries of configurations. `archived`: "1" shows the archived ones, too. `columns`: those that stand
@@ -91,6 +92,7 @@ class View:
     tab: Tab = "layers"
     scale: Scale = "linear"
     zoom: tuple[float, float] | None = None
+    panels: tuple[str, ...] = ()
     at: tuple[int, int] | None = None
     schedule: str = ""
     query: str = ""
@@ -270,5 +272,6 @@ _LISTS: Final = {
     "pin": ("pins", 10),
     "open": ("opened", 100),
     "pair": ("pair", 2),
+    "panel": ("panels", 24),
 }
 """What may stand several times: the view's field, and how many of it count."""

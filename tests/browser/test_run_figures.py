@@ -9,6 +9,7 @@ from collage_dashboard.figures.style import STRATEGY_COLOURS
 
 from tests.browser.boxes import boxes, drag
 from tests.browser.questions import question_of
+from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun, demo_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -128,6 +129,29 @@ def test_a_search_shows_curves_while_it_is_typed_and_stands_in_the_address(watch
     page.wait_for_function("document.querySelector('#run-panel .js-plotly-plot')?.data?.length")
     page.get_by_role("tab", name="Overview").click()
     page.locator("#run-query").wait_for(state="hidden")
+
+
+def test_charts_of_the_readers_own_stand_in_their_order_and_in_the_address(watched):
+    page = watched.page
+    plots = "[...document.querySelectorAll('#run-panel .chart-card .js-plotly-plot')]"
+    titles = f"{plots}.map((plot) => plot.closest('.chart-card').innerText)"
+    page.goto(f"{watched.url}/run/run-plain?tab=curves")
+    page.locator("#run-panel .chart-card").nth(6).wait_for()
+    field = page.get_by_role("textbox", name="Charts of your own, in order")
+    for key in ("param_norm", "edq_ratio"):
+        field.fill(f"({key})")
+        page.get_by_role("option", name=f"({key})").click()
+    field.press("Escape")
+    page.wait_for_function("location.search.endsWith('&panel=param_norm&panel=edq_ratio')")
+    page.wait_for_function("document.querySelectorAll('#run-panel .chart-card').length === 2")
+    assert serious_violations(page, 1440) == []
+    page.reload()
+    page.wait_for_function(f"{titles}.length === 2")
+    first, second = page.evaluate(titles)
+    assert "Weight norm" in first
+    assert "EDQ" in second
+    page.get_by_role("tab", name="Overview").click()
+    field.wait_for(state="hidden")
 
 
 def test_another_axis_shows_the_same_steps(watched):

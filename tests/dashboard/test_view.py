@@ -50,6 +50,9 @@ pages = st.one_of(
         | st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)).map(lambda pair: tuple(sorted(pair))),
         schedule=st.sampled_from(["", "cosine:3e-4:100:10000"]),
         query=st.text(max_size=8),
+        panels=st.lists(
+            st.sampled_from(["loss", "state_decrement_ratio/exp_avg", "my own & loss"]), unique=True
+        ).map(tuple),
         order=st.sampled_from(["depth", "worst"]),
         rows=st.sampled_from(["all", "block", "type"]),
         tab=st.sampled_from(["layers", "curves", "norms", "states", "classes", "oracle", "about"]),

@@ -93,6 +93,7 @@ CHOICES: Final = choices(
     at=Choice("at", "", is_steps=True),
     schedule=Choice("schedule"),
     query=Choice("q", is_typed=True),
+    panels=Choice("panel"),
 )
 """The page's controls."""
 
@@ -296,7 +297,7 @@ def _register_frame(app: dash.Dash, reader: Reader) -> None:
 
 def _framed(view: View) -> list[str]:
     """What of the view changes the frame of a tab."""
-    return [view.tab, view.metric or DEFAULT_METRIC, view.query]
+    return [view.tab, view.metric or DEFAULT_METRIC, view.query, *view.panels]
 
 
 def _search_style(view: View) -> dict[str, str]:

@@ -216,6 +216,8 @@ def panel(view: View, run: wire.Run) -> Any:
         none = html.P(f"Nothing that this run measures or logs has {view.query!r} in its name.", className="crumbs")
         cards = [_card("series", key, strategy=strategy) for key in found[:_FOUND]]
         return html.Div(cards or none, className="charts pairs")
+    if view.tab == "curves" and view.panels:
+        return html.Div([_card("series", key, strategy=strategy) for key in view.panels], className="charts pairs")
     keys = SERIES.get(view.tab) or tuple(sorted(filter(_is_kept_beside, run.latest), key=_states_first))
     if not keys:
         return html.P("The optimizer's states were not measured.", className="crumbs")
@@ -232,10 +234,27 @@ _ABOUT_CLASSES: Final = (
 )
 
 
-def search(view: View, run: wire.Run) -> dmc.TextInput:
-    """The search over all that the run measures and logs."""
+def search(view: View, run: wire.Run) -> list[Any]:
+    """The search over all that the run measures and logs, and the reader's own charts, in the order of their choice."""
     told = f"Search {len(run.latest) + len(run.scalars):,} metrics"
-    return dmc.TextInput(id="run-query", value=view.query, placeholder=told, w=260, mb=10, **{"aria-label": told})
+    named = dict.fromkeys((*run.latest, *run.scalars, *view.panels))
+    offered = [{"value": key, "label": f"{describe(key).title} ({key})"} for key in named]
+    return [
+        dmc.TextInput(id="run-query", value=view.query, placeholder=told, w=260, mb=10, **{"aria-label": told}),
+        dmc.MultiSelect(
+            id="run-panels",
+            value=list(view.panels),
+            data=offered,
+            placeholder="" if view.panels else "Charts of your own, in order",
+            searchable=True,
+            clearable=True,
+            limit=100,
+            size="sm",
+            mb=10,
+            className="panels",
+            **{"aria-label": "Charts of your own, in order: the page's address keeps them"},
+        ),
+    ]
 
 
 def _is_kept_beside(key: str) -> bool:
