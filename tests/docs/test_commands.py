@@ -12,6 +12,9 @@ from collage_monitor.command import root
 from tests.docs.blocks import DOCS
 
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+PAGES += [
+    f"../{page}" for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "agent/README.md", "server/README.md")
+]
 
 
 def shell_lines(page):
