@@ -363,3 +363,39 @@ def test_a_wrong_call_of_a_verb_is_answered_with_what_to_do(words, said):
     assert result.exit_code in {1, 2}
     assert said in result.stderr.splitlines()[-1]
     assert result.stdout == ""
+
+
+def _leaves(group, words=()):
+    for name in group.list_commands(click.Context(group)):
+        found = group.get_command(click.Context(group), name)
+        if isinstance(found, click.Group):
+            yield from _leaves(found, (*words, name))
+        if not isinstance(found, click.Group) or found.invoke_without_command:
+            yield (*words, name), found
+
+
+def _wrong_calls():
+    """Each verb with each of its options misspelt, with no value of its kind, and without what it asks for."""
+    free = (click.types.StringParamType, click.Path, click.File, click.types.UnprocessedParamType)
+    for words, verb in _leaves(root):
+        for entry in verb.params:
+            name = entry.opts[-1]
+            if isinstance(entry, click.Argument):
+                if entry.required:
+                    yield words, str(entry.make_metavar(click.Context(verb)))
+            elif name != "--help":
+                yield (*words, f"{name}x", "1"), f"{name}x"
+                if not entry.is_flag and not isinstance(entry.type, free):
+                    yield (*words, name, "no~such"), "no~such"
+
+
+def test_each_wrong_call_of_each_verb_names_what_is_wrong():
+    calls, silent = list(_wrong_calls()), []
+    for words, named in calls:
+        result = CliRunner().invoke(root, words)
+        last = result.stderr.splitlines()[-1]
+        option = next((word.removesuffix("x") for word in words if word.startswith("--")), "")
+        if result.exit_code != 2 or result.stdout or named not in last or option not in last:
+            silent.append((words, result.output))
+    assert not silent
+    assert len(calls) > 200
