@@ -10,9 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
-from click.testing import CliRunner
 
-from collage_monitor.command import root
 from collage_monitor.errors import CollageError
 from collage_monitor.local import (
     LocalServer,
@@ -27,6 +25,7 @@ from collage_monitor.local import (
     token_path,
     web_address,
 )
+from tests.forking import SERVER, run_command
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +144,7 @@ def test_a_port_that_is_taken_is_named_with_the_option_to_change(tmp_path):
         port = taken.getsockname()[1]
         with pytest.raises(CollageError, match=f"127.0.0.1:{port} cannot be listened on .*another --port"):
             require_free("127.0.0.1", port, "--port")
-        told = CliRunner().invoke(root, ["serve", "--port", str(port), "--dir", str(tmp_path)])
-    assert told.exit_code == 1
-    assert "cannot be listened on" in told.output
+        told = run_command(SERVER, "serve", "--port", port, "--dir", tmp_path)
+    assert told.returncode == 1
+    assert "cannot be listened on" in told.stderr
     require_free("127.0.0.1", port, "--port")
