@@ -235,7 +235,7 @@ _ABOUT_CLASSES: Final = (
 
 
 def search(view: View, run: wire.Run) -> list[Any]:
-    """The search over all that the run measures and logs, and the reader's own charts, in the order of their choice."""
+    """The search over all that the run measures and logs, and the reader's own charts, in the order chosen."""
     told = f"Search {len(run.latest) + len(run.scalars):,} metrics"
     named = dict.fromkeys((*run.latest, *run.scalars, *view.panels))
     offered = [{"value": key, "label": f"{describe(key).title} ({key})"} for key in named]
