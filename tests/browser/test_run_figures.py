@@ -142,6 +142,7 @@ def test_charts_of_the_readers_own_stand_in_their_order_and_in_the_address(watch
         field.fill(f"({key})")
         page.get_by_role("option", name=f"({key})").click()
     field.press("Escape")
+    page.get_by_role("option").first.wait_for(state="hidden")
     page.wait_for_function("location.search.endsWith('&panel=param_norm&panel=edq_ratio')")
     page.wait_for_function("document.querySelectorAll('#run-panel .chart-card').length === 2")
     assert serious_violations(page, 1440) == []
