@@ -84,19 +84,6 @@ _LIST = {
     },
 }
 """Verbs in the order in which `-h` lists them, with what they do; no verb is imported for it."""
-_NEW_NAMES = {
-    "backup FILE": "backup make FILE",
-    "dashboard": "serve dashboard",
-    "mcp": "serve mcp",
-    "migrate": "setup database",
-    "note": "edit RUN --note TEXT",
-    "preflight": "check -- PROGRAM",
-    "query": "archive query",
-    "replay": "sync",
-    "restore": "backup restore",
-    "tag": "edit RUN --tag TAG",
-}
-"""What verbs of earlier versions are called now. They do nothing else than say so."""
 _WIDTH = 80
 """The columns of a terminal in which two verbs stand side by side in `-h`."""
 _REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[([\w,-]+)\])?[^;]*;.*extra\s*==\s*['"]([\w-]+)['"]""")
@@ -169,23 +156,14 @@ class VerbGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, but an unknown verb is answered with its new name, or with similar ones."""
+        """As click does, but an unknown verb is answered with similar ones."""
         word = args[0]
         if ".".join(args[:2]) in self._entries() and len(args) > 1:
             return word, VerbGroup(word), args[1:]  # `serve mcp` imports nothing of `serve`, and does without it.
         if not word.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, word) is None:
-            text, near = f"no verb is called {word!r}", similar(word, self.list_commands(ctx))
-            old = word if ctx.parent is None else f"{self.name} FILE" if not near else ""
-            if new := _NEW_NAMES.get(old):
-                raise _Renamed(f"{text}; write `collage-monitor {new}`")
-            ctx.fail(f"{text}; {near or f'`{ctx.command_path} -h` lists all'}")
+            hint = similar(word, self.list_commands(ctx)) or f"`{ctx.command_path} -h` lists all"
+            ctx.fail(f"no verb is called {word!r}; {hint}")
         return super().resolve_command(ctx, args)
-
-
-class _Renamed(click.ClickException):
-    """A verb that has another name now. No usage is shown with it."""
-
-    exit_code = 2
 
 
 class Root(VerbGroup):

@@ -45,12 +45,12 @@ def judge(evidence: Evidence) -> Judgement:
             case, [Finding("unknown", unexplained, "unexplained", None, short=f"{text} is unknown")]
         )
     found = [finding for problem in PROBLEMS for finding in problem.findings(case)]
-    of_few = [*nothing_but_decay(case), *(little_measured(case, _LEAST_MEASURED) if case.measured else ())]
-    if of_few and found:
+    unsure = [*nothing_but_decay(case), *(little_measured(case, _LEAST_MEASURED) if case.measured else ())]
+    if unsure and found:
         certain = [own for problem in PROBLEMS if not problem.needs_updates for own in problem.findings(case)]
-        found = certain or [*of_few, *(msgspec.structs.replace(own, health="unknown", alert="") for own in found)]
+        found = certain or [*unsure, *(msgspec.structs.replace(own, health="unknown", alert="") for own in found)]
         if not certain:
-            return msgspec.structs.replace(judgement_of(case, found), advice=advice_of(of_few[:1], case.watch))
+            return msgspec.structs.replace(judgement_of(case, found), advice=advice_of(unsure[:1], case.watch))
     if found:
         against = _once_an_alert(sorted(found, key=_order))
         judged = judgement_of(case, against)

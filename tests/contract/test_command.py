@@ -270,23 +270,6 @@ def test_the_first_help_is_one_screen_of_few_verbs():
     assert max(map(len, narrow)) <= 60
 
 
-@pytest.mark.parametrize("old", command._NEW_NAMES)
-def test_a_verb_of_earlier_versions_is_answered_with_its_new_name_in_one_line(old):
-    """The new one exists, and the old one does nothing."""
-    words, new = old.replace("FILE", "monday.sqlite").split(), command._NEW_NAMES[old]
-    result = CliRunner().invoke(root, [*words, "--some", "x"])
-    assert result.exit_code == 2
-    assert result.output == f"collage-monitor: no verb is called {words[-1]!r}; write `collage-monitor {new}`\n"
-    assert words[-1] not in root.list_commands(click.Context(root))
-    found: click.Command | None = root
-    for word in re.findall(r"[a-z-]+", re.split(r" [A-Z]| -- ", new)[0]):
-        assert isinstance(found, click.Group)
-        found = found.get_command(click.Context(root), word)
-    assert found is not None
-    options = {option for entry in found.params for option in entry.opts}
-    assert set(re.findall(r"--[a-z]+", new)) <= options
-
-
 def test_a_verb_below_another_imports_nothing_of_it():
     """`serve mcp` starts without the server's packages, which `serve` needs, and faster."""
     code = (
