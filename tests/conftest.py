@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.costs import Costs
 from tests.drawn import leave_to_the_night
 
 _MEMORY = Path("/dev/shm")
@@ -27,6 +28,14 @@ settings.register_profile(
 )
 settings.register_profile("nightly", settings.get_profile("steady"), derandomize=False, max_examples=2_000)
 settings.load_profile("steady")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--costs", type=Path, help="write each test's CPU seconds to this file")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Costs(config.getoption("costs")), "costs")
 
 
 @pytest.fixture(scope="session", autouse=True)
