@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up docs screenshots studies release packages test quick check format nightly exhaustive mutants torture cluster containers hostile gpu doors bench clean
+.PHONY: demo up docs screenshots studies release packages test coverage quick check format nightly exhaustive mutants torture cluster containers hostile gpu doors bench clean
 
 # The three distributions of this tree, each of which needs the one before it.
 DISTRIBUTIONS := ./agent . ./server
@@ -62,6 +62,12 @@ packages: $(VENV)/.stamp-dev  ## Each extra alone, newest and lowest versions: w
 test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 	@echo "left out here: the long lanes (make nightly, make exhaustive) and the CUDA lane (make gpu)"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not nightly and not gpu"
+
+coverage: $(VENV)/.stamp-dev  ## What the tests of the day run, by room, of statements and branches; and what they never enter
+	rm -rf build/coverage
+	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not nightly and not gpu"
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m tools.coverage_rooms
 
 quick: $(VENV)/.stamp-dev  ## The fast part, for while you work: what is not marked slow; none of it starts a process
 	$(BIN)/python -m pytest -n 2 -m "not slow and not nightly and not gpu"
