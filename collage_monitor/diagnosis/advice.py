@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from collage_monitor.diagnosis.remedies import remedy
 from collage_monitor.metrics import STATE_RATIOS, split_key
 from collage_monitor.strategies import more_exact, recommend
-from collage_monitor.wire import Advice, Choice, Finding, Trained, WatchInfo
+from collage_monitor.wire import Advice, Choice, Door, Finding, Trained, WatchInfo
 
 __all__ = ["Lacking", "advice_for", "advice_of", "most_exact"]
 
@@ -30,6 +30,13 @@ _LACKING: Final[dict[str, Lacking]] = {
 """By the words of `words.py`; a health that is missing here gets no advice."""
 _NARROW: Final = ("bfloat16", "float16")
 _DENSE: Final = 'model.apply(lambda module: setattr(module, "sparse", False))'
+_BEFORE: Final[dict[Door, str]] = {
+    "torch": "before the scheduler is built",
+    "transformers": "before trainer.train()",
+    "lightning": "in configure_optimizers, before the scheduler is built",
+    "accelerate": "before accelerator.prepare, and before the scheduler is built",
+}
+"""Where the line that makes another optimizer stands, by the framework that runs the loop."""
 _ITS_WEIGHTS: Final = (
     '[setattr(own, "data", own.float()) for group in optimizer.param_groups for own in group["params"]]'
 )
@@ -68,7 +75,8 @@ def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> list[Advi
     kept = watch.fingerprint.states if watch.fingerprint else {}
     wide = bool(stuck) and all(kept.get(name or "") == "float32" for name in stuck)
     trained = _alike_together(watch.trained)
-    each = [advice_for(entry, lacking, wide_states=wide, alone=len(trained) == 1) for entry in trained]
+    alone, door = len(trained) == 1, watch.door
+    each = [advice_for(entry, lacking, wide_states=wide, alone=alone, door=door) for entry in trained]
     each = _of_one_dtype(trained, each)
     named = any(entry.choices for entry in each if entry is not None)
     return [*(entry for entry in each if entry is not None and (entry.choices or not named)), *average]
@@ -101,17 +109,25 @@ def _mean_bytes(members: Sequence[Trained]) -> float | None:
 
 
 def advice_for(
-    trained: Trained, lacking: Lacking, *, wide_states: bool = False, alone: bool = True
+    trained: Trained,
+    lacking: Lacking,
+    *,
+    wide_states: bool = False,
+    alone: bool = True,
+    door: Door = "torch",
 ) -> Advice | None:
     """What to try for one optimizer that keeps too little of its weights or states; None where nothing keeps more.
 
-    wide_states: the states that are lacking are in fp32 already. alone: no other optimizer trains the model.
+    wide_states: the states that are lacking are in fp32 already. alone: no other optimizer trains the model. door:
+    the framework that runs the loop, in whose words the lines are; a sharded model's are torch's.
     """
+    if trained.sharded:
+        door = "torch"
     narrow = [dtype for dtype in trained.parameters if dtype in _NARROW]
     if lacking == "states" and wide_states:
         return None
     if not narrow:
-        return _for_fp32_weights(trained, lacking)
+        return _for_fp32_weights(trained, lacking, door)
     if _unfit(trained):
         return _to_fp32_weights(trained, narrow, alone=alone)
     named = more_exact(
@@ -126,13 +142,13 @@ def advice_for(
     if not named:
         return None
     choices = [
-        Choice(_code(trained, entry.name), _bytes(trained, entry.bytes_of(*_moments(trained))), entry.name)
+        Choice(_code(trained, entry.name, door), _bytes(trained, entry.bytes_of(*_moments(trained))), entry.name)
         for entry in named
     ]
     first, *others = choices
     words = [f"try {_one_line(first.code)} ({_size(first)})"]
     words += [f'"{other.strategy}" ({other.bytes_per_parameter:.3g})' for other in others]
-    text = f"{' or '.join(words)}, before the scheduler is built{_RELEASED * trained.in_backward}"
+    text = f"{' or '.join(words)}, {_BEFORE[door]}{_RELEASED * trained.in_backward}"
     return Advice(trained.optimizer, text, choices)
 
 
@@ -156,11 +172,14 @@ def _moments(trained: Trained) -> tuple[int, int]:
     return trained.first_moments, trained.second_moments
 
 
-def _code(trained: Trained, strategy: str) -> str:
+def _code(trained: Trained, strategy: str, door: Door = "torch") -> str:
     lines = ["import collage_agent.optim"]
     lines += [_DENSE] if trained.sparse else []
+    name = "optimizer"
+    if door == "transformers":
+        lines, name = [*lines, "trainer.create_optimizer()"], "trainer.optimizer"
     fitting = f"collage_agent.optim.{trained.fitting}"
-    return "\n".join([*lines, f'optimizer = {fitting}.from_optimizer(optimizer, strategy="{strategy}")'])
+    return "\n".join([*lines, f'{name} = {fitting}.from_optimizer({name}, strategy="{strategy}")'])
 
 
 def _one_line(code: str) -> str:
@@ -182,7 +201,7 @@ def _bytes(trained: Trained, narrow: float | None) -> float | None:
     return (narrow * (elements - wide) + (8 + 4 * sum(_moments(trained))) * wide) / elements
 
 
-def _for_fp32_weights(trained: Trained, lacking: Lacking) -> Advice | None:
+def _for_fp32_weights(trained: Trained, lacking: Lacking, door: Door) -> Advice | None:
     """Nothing here keeps more than an fp32 weight; narrower states beside it can be as wide."""
     if set(trained.parameters) != {"float32"}:
         return None
@@ -191,7 +210,7 @@ def _for_fp32_weights(trained: Trained, lacking: Lacking) -> Advice | None:
         return Advice(trained.optimizer, text)
     if trained.fitting is None:
         return Advice(trained.optimizer, "keep the states in float32, as the weights are")
-    choice = Choice(_code(trained, "plain"), 8.0 + 4 * sum(_moments(trained)), "plain")
+    choice = Choice(_code(trained, "plain", door), 8.0 + 4 * sum(_moments(trained)), "plain")
     text = f"keep the states in float32, as the weights are: {_one_line(choice.code)} ({_size(choice)})"
     return Advice(trained.optimizer, text + _RELEASED * trained.in_backward, [choice])
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from collage_monitor import wire
-from collage_monitor.diagnosis import Evidence, SilentRanks, judge, percent
+from collage_monitor.diagnosis import Evidence, SilentRanks, advice_for, judge, percent
 from tests.diagnosis.test_judgement import GOOD, STATE, TO_NEAREST, judged, layer
 
 
@@ -241,3 +241,24 @@ def test_bytes_of_advice_are_means_over_the_weights():
     assert told(adam(parameters={"bfloat16": 8, "float32": 24})) == pytest.approx((narrow + 3 * 16) / 4)
     assert told(adam(parameters={"bfloat16": 8}, sparse=4, float32_bytes=16.0)) == narrow
     assert told(adam(parameters={"bfloat16": 8}, sparse=8, float32_bytes=17.0)) == 17.0
+
+
+@pytest.mark.parametrize(
+    ("door", "before"),
+    [
+        ("torch", "before the scheduler is built"),
+        ("transformers", "before trainer.train()"),
+        ("lightning", "in configure_optimizers, before the scheduler is built"),
+        ("accelerate", "before accelerator.prepare, and before the scheduler is built"),
+    ],
+)
+def test_where_the_line_stands_is_said_in_the_words_of_the_framework(door, before):
+    """All were told "before the scheduler is built", also where no scheduler is built by hand."""
+    narrow = wire.Trained(optimizer="AdamW", fitting="CollageAdamW", parameters={"bfloat16": 8})
+    told = advice_for(narrow, "weights", door=door)
+    own = "trainer.optimizer" if door == "transformers" else "optimizer"
+    assert told.text.endswith(f", {before}")
+    for choice in told.choices:
+        assert f"\n{own} = collage_agent.optim.CollageAdamW.from_optimizer({own}, strategy=" in choice.code
+    sharded = advice_for(msgspec.structs.replace(narrow, sharded=True), "weights", door=door)
+    assert "trainer" not in sharded.text + sharded.choices[0].code

@@ -65,11 +65,15 @@ def test_the_hugging_face_trainer_trains_with_it(tmp_path):
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     assert isinstance(inner, CollageAdamW)
     assert trainer.state.global_step == 2
+    trainer.optimizer = None
+    ran(blocks(PAGE)[6], trainer=trainer, CollageAdamW=CollageAdamW)
+    assert isinstance(trainer.optimizer, CollageAdamW)
+    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.0, 0.0]
 
 
 def test_lightning_takes_it():
     pytest.importorskip("lightning")
-    kind = ran(blocks(PAGE)[6])["Model"]
+    kind = ran(blocks(PAGE)[7])["Model"]
     model = kind()
     model.layer = torch.nn.Linear(8, 8).bfloat16()
     assert isinstance(model.configure_optimizers(), CollageAdamW)
@@ -81,6 +85,6 @@ def test_the_lines_that_resume_take_torchs_states():
     model(torch.ones(2, 8).bfloat16()).sum().backward()
     other.step()
     checkpoint = {"optimizer": other.state_dict()}
-    optimizer = ran(blocks(PAGE)[7], model=model, checkpoint=checkpoint)["optimizer"]
+    optimizer = ran(blocks(PAGE)[8], model=model, checkpoint=checkpoint)["optimizer"]
     assert optimizer.strategy == "split-master"
     assert optimizer.state[model.weight]["step"] == 1

@@ -29,7 +29,7 @@ def arguments(folder, **options):
     return TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=4,
-        learning_rate=1e-3,
+        learning_rate=options.pop("learning_rate", 1e-3),
         logging_steps=4,
         save_strategy=options.pop("save_strategy", "no"),
         report_to="none",
@@ -109,6 +109,25 @@ def test_steps_go_on_after_a_resume(tmp_path):
     again = CollageCallback(run_options={"transport": transport}, every=4)
     trainer_for(tmp_path, [again], max_steps=16).train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert steps_of(transport) == [9, 12, 16]
+
+
+def test_its_advice_is_in_the_trainer_s_words_and_cures(tmp_path):
+    def judged(paste="", **options):
+        callback = CollageCallback(run_options={"mode": "offline"}, every=1)
+        trainer = trainer_for(tmp_path, [callback], max_steps=8, learning_rate=1e-5, **options)
+        exec(paste, {"trainer": trainer})
+        trainer.train()
+        return callback.handles[0].judgement(), trainer.optimizer.param_groups
+
+    sick, groups = judged(weight_decay=0.1)
+    advice = sick.advice[0]
+    assert sick.health == "losing updates"
+    assert advice.text.startswith("try trainer.create_optimizer(); trainer.optimizer = ")
+    assert advice.text.endswith("before trainer.train()")
+    for choice in advice.choices:
+        cured, own_groups = judged(choice.code, weight_decay=0.1)
+        assert cured.health == "healthy", cured
+        assert [group["weight_decay"] for group in own_groups] == [group["weight_decay"] for group in groups]
 
 
 def test_a_wrong_option_is_refused_where_it_is_written():

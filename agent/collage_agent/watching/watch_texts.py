@@ -316,10 +316,12 @@ def _advice(found: Judgement) -> Iterator[str]:
 
 
 def _interval(case: Case, name: str, written: Callable[[float], str] = "{:.4f}".format) -> str:
+    """What stands behind a number: its value now, or where it lies by 95 %, if that shows in the digits written."""
     ends, now = case.interval(name), case.moved(name)
     if now is not None:
         return f", {written(now)} now"
-    return "" if ends is None else f" ({written(ends[0])} to {written(ends[1])})"
+    low, high = (written(end) for end in ends or (0.0, 0.0))
+    return "" if low == high else f" ({low} to {high})"
 
 
 def _totals(measurement: Measurement) -> dict[str, NDArray[np.float64]]:

@@ -69,6 +69,12 @@ def test_a_share_and_its_interval_are_written_alike():
     )
 
 
+def test_an_interval_that_does_not_show_in_the_digits_is_left_out():
+    """Was "91.5 % (91.5 % to 91.5 %)"."""
+    text = told({"edq_ratio": 0.9, "edq_ratio_low": 0.899999, "edq_ratio_high": 0.900001})
+    assert "EDQ 0.9000: the share of" in text
+
+
 def test_without_a_second_witness_the_words_say_unknown():
     text = told({"edq_ratio": 1.0})
     assert text.startswith("AdamW, bfloat16, strategy plain, step 3: unknown")
