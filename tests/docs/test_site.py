@@ -1,5 +1,6 @@
 """The site: every page is in its navigation once; it builds without a warning and asks nothing of other hosts."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -58,3 +59,10 @@ def test_the_site_asks_no_other_host(built):
             r"""<link[^>]+rel="?(?:stylesheet|preconnect|icon)[^>]+href="?(?:https?:)?//[^" >]+""", text
         )
         assert not loaded, page
+
+
+@pytest.mark.slow
+def test_the_search_finds_a_message_by_its_words(built):
+    index = json.loads((built[0].parents[0] / "search.json").read_text())
+    found = {item["location"] for item in index["items"] if "asks for a token: set COLLAGE_TOKEN" in item["text"]}
+    assert found == {"troubleshooting/#a-token-is-missing-unknown-or-not-allowed-to-do-this"}
