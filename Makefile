@@ -83,7 +83,9 @@ check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, users of t
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
-	$(BIN)/zizmor --offline --quiet .github
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-actions action.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/zizmor --offline --quiet .github action.yml
 	$(BIN)/zensical build --clean --strict
 
 format: $(VENV)/.stamp-dev

@@ -68,5 +68,5 @@ def test_a_verb_and_an_option_that_do_not_exist_are_seen():
 def test_every_variable_of_the_server_is_a_setting():
     known = {entry.name for entry in dataclasses.fields(Settings)}
     for page in PAGES:
-        named = set(re.findall(r"COLLAGE_SERVER_([A-Z_]+[A-Z])", (DOCS / page).read_text())) - {"URL", "NAME"}
+        named = set(re.findall(r"COLLAGE_SERVER_([A-Z_]+[A-Z])\b", (DOCS / page).read_text())) - {"URL", "NAME"}
         assert {name.lower() for name in named} <= known, page
