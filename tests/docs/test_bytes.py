@@ -1,0 +1,63 @@
+"""A strategy's bytes a parameter are those of the contract's table on every page and in every docstring."""
+
+import re
+
+import pytest
+from collage_optim import STRATEGIES as OFFERED
+
+from collage_monitor.strategies import STRATEGIES
+from tests.docs.blocks import DOCS
+
+ROOT = DOCS.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("agent/*.md"), *ROOT.glob("server/*.md"), *DOCS.rglob("*.md")])
+MODULES = [
+    path for folder in ("collage_monitor", "agent", "server", "dashboard") for path in (ROOT / folder).rglob("*.py")
+]
+_NAME = "|".join(sorted(map(re.escape, STRATEGIES), key=len, reverse=True))
+_TOLD = re.compile(rf"[`'\"]({_NAME})[`'\"][^`'\".;|()\n]{{0,30}}\((\d+)(?: bytes|\))")
+_SCALES = 1 / 16
+"""Bytes a parameter of the scales of two moments in blocks, which some tables count and others round away."""
+
+
+def told(text):
+    """Line, strategy and bytes of each claim: in brackets behind a name, or in a table's column of bytes."""
+    heads = []
+    for number, line in enumerate(text.splitlines(), 1):
+        yield from ((number, name, float(size)) for name, size in _TOLD.findall(line))
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        heads = [] if not line.startswith("|") else heads or cells
+        columns = [place for place, head in enumerate(heads) if head in {"bytes a parameter", "bytes"}]
+        if columns and cells != heads and re.match(r"\d+(\.\d+)?$", cells[columns[0]]) and "float32" not in cells:
+            names = re.findall(rf"`({_NAME})`", line) or [cell for cell in cells if cell in STRATEGIES]
+            yield from ((number, name, float(cells[columns[0]])) for name in names)
+
+
+def test_the_bytes_are_those_of_the_contract():
+    claims = [(path, *claim) for path in [*PAGES, *MODULES] for claim in told(path.read_text())]
+    wrong = [
+        claim for claim in claims if not 0 <= claim[3] - (STRATEGIES[claim[2]].bytes_per_parameter or 0) <= _SCALES
+    ]
+    assert not wrong
+    assert len(claims) > 150
+    assert {claim[2] for claim in claims} == {
+        name for name, entry in STRATEGIES.items() if entry.bytes_per_parameter
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "claim"),
+    [
+        ("use 'split-master' (12 bytes a parameter)", (1, "split-master", 12)),
+        ("| bytes a parameter | strategy |\n|---|---|\n| 9.06 | `coupled-9` |", (3, "coupled-9", 9.06)),
+        ("| strategy | bytes |\n|---|---|\n| plus | 10 |", (3, "plus", 10)),
+    ],
+)
+def test_a_claim_is_seen(text, claim):
+    assert list(told(text)) == [claim]
+
+
+def test_the_strategies_are_counted_right():
+    assert OFFERED.keys() == {name for name, entry in STRATEGIES.items() if entry.bytes_per_parameter}
+    assert len(OFFERED) == 16
+    assert "all sixteen" in (ROOT / "agent/README.md").read_text()
+    assert "sixteen storage strategies" in (ROOT / "CHANGELOG.md").read_text()
