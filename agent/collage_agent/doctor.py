@@ -77,6 +77,7 @@ class LibraryTrial:
     usually: Literal["shadow", "rule"]
     whole_tensor: tuple[str, ...] = ()
     before_after: tuple[str, ...] = ()
+    whole_optimizer: tuple[str, ...] = ()
 
 
 TRIED_LIBRARIES: Final = {
@@ -89,7 +90,7 @@ TRIED_LIBRARIES: Final = {
         "pytorch_optimizer",
         "shadow",
         ("Lamb", "LARS", "AdamP", "NovoGrad", "CAME", "SM3", "StableAdamW"),
-        ("Prodigy", "DAdaptAdam"),
+        whole_optimizer=("Prodigy", "DAdaptAdam"),
     ),
 }
 """By the library's name in docs/optimizers.md."""
@@ -220,6 +221,8 @@ def optimizer_checks() -> Iterator[Check]:
             continue
         if tried.whole_tensor:
             text += f"; whole tensors in turns: {', '.join(tried.whole_tensor)}"
+        if tried.whole_optimizer:
+            text += f"; a copy of all of it: {', '.join(tried.whole_optimizer)}"
         if tried.before_after:
             text += f"; only what changed, not what was lost: {', '.join(tried.before_after)}"
         yield Check("optimizers", "ok", text)

@@ -341,13 +341,14 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     """What the agent watches, and how: shown with the run, not needed to read its numbers.
 
     `intent` says where u comes from: "shadow" (fp64 shadow step on samples), "rule" (the optimizer's update rule,
-    ours or a library's, in fp64), "whole-tensor" (whole tensors in fp64, in rotation), or "before-after" (no u:
-    only what changed is known); `intent_reason` says why. `conversion` is the last one of the weights, and
-    `kept_since` the first measured step since weights and states are kept as they are now: of the watch, or after
-    its last load of states or change of strategy or dtype. `trained` says what each optimizer trains. `expected`
-    holds the expectations, as text, and `broken` those that do not hold. `resume_losses` lists what the launch
-    began without, or with what does not fit; `continuation` compares its start with what an earlier launch saved,
-    and `steps_before` is the number of steps taken before it. `coverage` is there if other weights get gradients.
+    ours or a library's, in fp64), "whole-tensor" (whole tensors in fp64, in rotation), "whole-optimizer" (a copy
+    of it in fp64), or "before-after" (no u: only what changed is known); `intent_reason` says why. `conversion`
+    is the last one of the weights, and `kept_since` the first measured step since weights and states are kept as
+    they are now: of the watch, or after its last load of states or change of strategy or dtype. `trained` says
+    what each optimizer trains. `expected` holds the expectations, as text, and `broken` those that do not hold.
+    `resume_losses` lists what the launch began without, or with what does not fit; `continuation` compares its
+    start with what an earlier launch saved, and `steps_before` is the number of steps taken before it. `coverage`
+    is there if other weights get gradients.
     `door` is the framework through which the watch was attached; "torch" is the training's own loop.
     """
 
@@ -355,7 +356,7 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     strategy: Name | None = None
     observed_strategy: Name = "unknown"
     dtype: Name = "unknown"
-    intent: Literal["shadow", "rule", "whole-tensor", "before-after"] = "shadow"
+    intent: Literal["shadow", "rule", "whole-tensor", "whole-optimizer", "before-after"] = "shadow"
     intent_reason: Text = ""
     parameters: Index = 0
     every: Index = 10

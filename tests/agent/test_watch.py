@@ -167,9 +167,9 @@ def test_fused_loss_scaling_is_undone_and_a_skipped_step_is_not_reported():
     assert handle.summary()["model"]["oracle_displacement_ratio"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_an_optimizer_whose_tensors_act_on_each_other_is_measured_before_and_after():
+def test_an_optimizer_that_draws_at_random_is_measured_before_and_after():
     model = mlp()
-    optimizer = pytorch_optimizer.Prodigy(model.parameters(), lr=1.0)
+    optimizer = pytorch_optimizer.Gravity(model.parameters())
     handle = watch(model, optimizer, every=1, oracle=True)
     train(model, optimizer, 3)
     values = handle.summary()["model"]
@@ -177,7 +177,7 @@ def test_an_optimizer_whose_tensors_act_on_each_other_is_measured_before_and_aft
     assert values["grad_norm"] > 0
     assert values["edq_ratio"] is None
     assert handle.info.intent == "before-after"
-    assert "Prodigy is not elementwise" in str(handle)
+    assert "Gravity does not repeat its own steps" in str(handle)
 
 
 def test_removing_ends_it():

@@ -102,6 +102,7 @@ def test_what_is_told_of_a_library_is_what_the_docs_say_was_tried(library):
     for _, name, _, kind, _ in rows:
         kinds.setdefault(kind, set()).add(name.partition(",")[0])
     assert set(TRIED_LIBRARIES[library].whole_tensor) == kinds.pop("whole-tensor", set())
+    assert set(TRIED_LIBRARIES[library].whole_optimizer) == kinds.pop("whole-optimizer", set())
     assert set(TRIED_LIBRARIES[library].before_after) == kinds.pop("before-after", set())
     assert list(kinds) == [TRIED_LIBRARIES[library].usually]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -25,6 +25,8 @@ class BeforeAfter:
         stochastic: bool | None = None,
         unexplained: str | None = None,
     ) -> None:
+        self.source: Literal["whole-tensor", "whole-optimizer", "before-after"] = "before-after"
+        """Where its tensors have u from, as reported with the run."""
         self.reason = reason
         self.composition = composition
         self.stochastic = stochastic
@@ -46,3 +48,4 @@ class WholeTensor(BeforeAfter):
     def __init__(self, shadow: Shadow, reason: str) -> None:
         super().__init__(reason, shadow.composition, shadow.stochastic, shadow.unexplained)
         self.shadow = shadow
+        self.source = "whole-tensor"

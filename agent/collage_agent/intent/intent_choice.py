@@ -31,6 +31,7 @@ from collage_agent.intent.optimizer_clone import isolated, without_output_or_war
 from collage_agent.intent.probe_runs import HOST, ProbeRun, gradients_of, same_displacements
 from collage_agent.intent.selftest import SelfTestResult, run_selftest
 from collage_agent.intent.shadow import Shadow
+from collage_agent.intent.whole_optimizer import OptimizerCopy, WholeOptimizer
 from collage_agent.intent.widening import Widening
 from collage_agent.sample.stored_parts import OURS, Composition
 
@@ -50,7 +51,7 @@ class Intent(Protocol):
     """A source of u: the displacement of a step in exact arithmetic."""
 
     @property
-    def kind(self) -> Literal["shadow", "rule", "whole-tensor", "before-after"]:
+    def kind(self) -> Literal["shadow", "rule", "whole-tensor", "whole-optimizer", "before-after"]:
         """How u is found, as reported with the run."""
 
     @property
@@ -217,7 +218,7 @@ def choose_intent(optimizer: Optimizer) -> list[Intent]:
     with without_output_or_warnings() as heard:
         chosen = _choose(optimizer)
     for intent in chosen:
-        shadow = intent.shadow if isinstance(intent, WholeTensor) else intent
+        shadow = intent.shadow if isinstance(intent, WholeTensor | WholeOptimizer) else intent
         if isinstance(shadow, Shadow):
             shadow.is_verbose = bool(heard)
     return chosen
@@ -295,6 +296,8 @@ def _intent_of_group(optimizer: Optimizer, group: dict[str, Any]) -> Intent:
     shadow = kind(
         optimizer, seen.composition, widens=found.widens, stochastic=seen.stochastic, unexplained=seen.unexplained
     )
+    if found.kind == "whole-optimizer":
+        return WholeOptimizer(shadow, found.reason, OptimizerCopy())
     return shadow if found.kind == "shadow" else WholeTensor(shadow, found.reason)
 
 
@@ -318,7 +321,9 @@ def _failure_on_device(optimizer: Optimizer, group: dict[str, Any], found: SelfT
     except Exception as error:
         return f"{name} cannot step fp64 tensors on {device.type}: {type(error).__name__}: {error}"
     # The mode itself warns once in a process that it is a prototype.
-    if any("called a synchronizing" in str(warning.message) for warning in waited):
+    waits = any("called a synchronizing" in str(warning.message) for warning in waited)
+    # A step size that is a number of all elements is read in the live step, too.
+    if waits and found.kind != "whole-optimizer":
         return f"{name} waits for the {device.type} device in its step: its clone would too"
     return None
 

@@ -212,7 +212,7 @@ def _readings(run: ProbeRun) -> dict[str, Any]:
 
 
 def _composition(steps: Sequence[_Step], found: SelfTestResult) -> Composition:
-    """The composition whose displacements match the intended ones, if any does better than the weight alone."""
+    """The composition whose displacements match the intended ones, if those of the weight alone do not."""
     last = steps[-1]
     floats = [
         key
@@ -235,7 +235,7 @@ def _composition(steps: Sequence[_Step], found: SelfTestResult) -> Composition:
         return plain
     scores = [_mismatch(steps, found, composition) for composition in candidates]
     best = min(range(len(candidates)), key=scores.__getitem__)
-    return candidates[best] if scores[best] < _MATCHES else plain
+    return candidates[best] if scores[best] < _MATCHES <= scores[0] else plain
 
 
 def _changing_integers(steps: Sequence[_Step]) -> list[str]:

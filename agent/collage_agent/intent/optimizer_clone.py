@@ -42,9 +42,12 @@ _NOT_COPIED: Final = ("state", "param_groups", *_LOSS_SCALING)
 _FUSED_ON_CPU: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
-def clone_value(value: Any, *, objects: bool = True) -> Any:
-    """A copy that shares no tensor, no container and, with `objects`, no `holds_values` with `value`."""
-    return _clone(value, {} if objects else None)
+def clone_value(value: Any, *, objects: bool = True, copies: dict[int, Any] | None = None) -> Any:
+    """A copy that shares no tensor, no container and, with `objects`, no `holds_values` with `value`.
+
+    copies: of tensors and objects, by their id, which take the place of those; new ones are added.
+    """
+    return _clone(value, copies if copies is not None else {} if objects else None)
 
 
 def clone_entries(entries: Mapping[str, Any], *left_out: str) -> dict[str, Any]:
@@ -61,11 +64,16 @@ def _clone(value: Any, copies: dict[int, Any] | None) -> Any:
     if type(value) in _PLAIN_VALUES:
         return value
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        known = None if copies is None else copies.get(id(value))
+        return value.detach().clone() if known is None else known
+    if isinstance(value, torch.Generator):
+        own = torch.Generator(value.device)
+        own.set_state(value.get_state())
+        return own
     if isinstance(value, defaultdict):
-        return defaultdict(value.default_factory, {key: _clone(entry, copies) for key, entry in value.items()})
+        return defaultdict(value.default_factory, _entries(value, copies))
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, _clone(entry, copies)) for key, entry in value.items())
+        return type(value)(_entries(value, copies))
     if isinstance(value, deque):
         return deque((_clone(entry, copies) for entry in value), value.maxlen)
     if type(value) in (list, tuple, set):
@@ -76,6 +84,11 @@ def _clone(value: Any, copies: dict[int, Any] | None) -> Any:
         copied = copies[id(value)] = object.__new__(type(value))
         copied.__dict__.update({name: _clone(entry, copies) for name, entry in vars(value).items()})
     return copies[id(value)]
+
+
+def _entries(value: Mapping[Any, Any], copies: dict[int, Any] | None) -> Iterator[tuple[Any, Any]]:
+    for key, entry in value.items():
+        yield key if copies is None else copies.get(id(key), key), _clone(entry, copies)
 
 
 def holds_values(value: Any) -> bool:
@@ -91,14 +104,15 @@ def holds_values(value: Any) -> bool:
     )
 
 
-def clone_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyper-parameters and run state without its parameters; tensors are copied.
+def clone_settings(group: Mapping[str, Any], copies: dict[int, Any] | None = None) -> dict[str, Any]:
+    """A group's hyper-parameters and run state without its parameters; tensors are copied. `copies`: see
+    `clone_value`.
 
     torch's Adafactor takes an eps of None from the dtype of the group's first weight: that one is written down, for
     a clone steps fp64.
     """
     cloned = {
-        key: value if type(value) in _PLAIN_VALUES else clone_value(value)
+        key: value if type(value) in _PLAIN_VALUES else clone_value(value, copies=copies)
         for key, value in group.items()
         if key != "params"
     }
@@ -128,8 +142,10 @@ def clone_group(group: dict[str, Any], kind: type[Optimizer], device: torch.devi
     return cloned
 
 
-def clone_optimizer(optimizer: Optimizer) -> Optimizer:
+def clone_optimizer(optimizer: Optimizer, copies: dict[int, Any] | None = None) -> Optimizer:
     """An instance of the same class with copied attributes, no parameters, no state and no hooks.
+
+    Without `copies` (see `clone_value`), attributes share their objects that hold values.
 
     Neither the constructor nor `__getstate__` is called: the first may want arguments or recurse through global
     hooks, the second drops settings kept on the instance. Callables patched over methods (a scheduler's `step`)
@@ -140,7 +156,9 @@ def clone_optimizer(optimizer: Optimizer) -> Optimizer:
     for name, value in vars(optimizer).items():
         if name in _NOT_COPIED or (callable(value) and hasattr(kind, name)):
             continue
-        clone.__dict__[name] = OrderedDict() if name.endswith("_hooks") else clone_value(value, objects=False)
+        clone.__dict__[name] = (
+            OrderedDict() if name.endswith("_hooks") else clone_value(value, objects=False, copies=copies)
+        )
     clone.state = defaultdict(dict)
     clone.param_groups = []
     return clone

@@ -2,7 +2,8 @@
 
 Clones of the user's optimizer step random fp64 tensors on the host: whole, sampled, pooled and each alone. It is
 elementwise if samples move exactly as they do inside their tensors, and separable if single tensors move as they do
-together. The probe covers only the branches that its steps take.
+together. If neither, all tensors together must repeat their steps. The probe covers only the branches that its
+steps take.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -30,6 +32,7 @@ _RIGHT_ANGLES: Final = (10, 14)
 _SCALES: Final = (1.0, 0.01, 0.01, 0.01)
 _NEARLY_ALL: Final = 0.9
 _CANNOT_RUN: Final = "cannot step probe tensors"
+_NOT_SEPARABLE: Final = "is not separable"
 _STILL: Final = "does not move probe tensors"
 _DECOUPLED: Final = Composition(gradient="decoupled_grad")
 _NO_DENSE: Final = "does not support dense gradients"
@@ -42,13 +45,13 @@ _COARSE: Final = "computes in fp32 inside an operation of its own, where a small
 class SelfTestResult:
     """The result of the self-test.
 
-    kind: "shadow": elementwise; "whole-tensor": each tensor by itself; "before-after": neither. widens: its own
-    code casts down, so its steps are taken under `Widening`. bits: it takes weights apart into bits. reason: why it
-    is not elementwise (nor separable). composition: says which gradient of a parameter is used; its storage plays
-    no role here.
+    kind: "shadow": elementwise; "whole-tensor": each tensor by itself; "whole-optimizer": all tensors together;
+    "before-after": none of these. widens: its own code casts down, so its steps are taken under `Widening`. bits:
+    it takes weights apart into bits. reason: why it is not elementwise (nor separable). composition: says which
+    gradient of a parameter is used; its storage plays no role here.
     """
 
-    kind: Literal["shadow", "whole-tensor", "before-after"]
+    kind: Literal["shadow", "whole-tensor", "whole-optimizer", "before-after"]
     widens: bool = False
     reason: str = ""
     bits: bool = False
@@ -84,6 +87,14 @@ def _tested(optimizer: Optimizer, group: dict[str, Any], composition: Compositio
         composition = replace(composition, growing=_growing(optimizer, group, composition, widens))
         return SelfTestResult("whole-tensor", widens, f"{name} {failure}", bits, composition)
     both = failure if whole == failure else f"{failure}; it {whole}"
+    if whole.startswith(_NOT_SEPARABLE):
+        together, widens, bits = _first_that_runs(
+            partial(_separable_failure, apart=False), optimizer, group, composition
+        )
+        if together is None:
+            composition = replace(composition, growing=_growing(optimizer, group, composition, widens))
+            return SelfTestResult("whole-optimizer", widens, f"{name} {both}", bits, composition)
+        both = f"{both}; it {together}"
     return SelfTestResult("before-after", reason=f"{name} {both}", composition=composition)
 
 
@@ -183,6 +194,8 @@ def _separable_failure(
     shapes: Sequence[tuple[int, ...]],
     widening: Widening | None,
     composition: Composition,
+    *,
+    apart: bool = True,
 ) -> str | None:
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -192,7 +205,8 @@ def _separable_failure(
         return ProbeRun(optimizer, group, tensors, widening, composition, first)
 
     together, again = run(start), run(start)
-    synced, free = ([run([tensor], place) for place, tensor in enumerate(start)] for _ in range(2))
+    singles = start if apart else []
+    synced, free = ([run([tensor], place) for place, tensor in enumerate(singles)] for _ in range(2))
     still, coarse = True, True
     for step in range(1, STEPS + 1):
         gradient = _gradient(step, next(gradients), together.parameters)
@@ -206,15 +220,15 @@ def _separable_failure(
             return _NOT_FINITE
         if not same_displacements(repeated, moved):
             return "does not repeat its own steps (random, or its state is shared)"
-        for index, expected in enumerate(moved):
+        for index, expected in enumerate(moved if apart else ()):
             own = [gradient[index]]
             if not (
                 same_displacements(synced[index].step(own), [expected])
                 and same_displacements(free[index].step(own), [expected])
             ):
-                return "is not separable: a tensor does not move alone as it does among others"
+                return f"{_NOT_SEPARABLE}: a tensor does not move alone as it does among others"
             if not same_scalars(together, free[index], index):
-                return "is not separable: it keeps a number that depends on all tensors"
+                return f"{_NOT_SEPARABLE}: it keeps a number that depends on all tensors"
     if coarse:
         return _COARSE
     return _STILL if still else None

@@ -31,8 +31,8 @@ _FACTORIES: Final[frozenset[Any]] = frozenset(
 _OF_DEFAULT_DTYPE: Final[frozenset[Any]] = frozenset(
     (torch.zeros, torch.ones, torch.full, torch.empty, torch.tensor, torch.as_tensor, torch.scalar_tensor)
 )
-"""Of these only scalars, such as a count or a sum of the run's state, become fp64: the dtype of a table or of codes
-matters to who made it."""
+"""Of these only single numbers, such as a count or a sum of the run's state, become fp64: the dtype of a table or
+of codes matters to who made it."""
 _DRAWN: Final[frozenset[Any]] = frozenset((torch.randn, torch.rand, torch.randn_like, torch.rand_like))
 """In another dtype the same seed gives other numbers."""
 
@@ -77,7 +77,7 @@ class Widening(TorchFunctionMode):
             return result
         if func in _CASTS and isinstance(args[0], Tensor):
             return self._cast(args[0], result)
-        made = func in _FACTORIES or (func in _OF_DEFAULT_DTYPE and not result.dim())
+        made = func in _FACTORIES or (func in _OF_DEFAULT_DTYPE and result.numel() == 1)
         return result.double() if made else result
 
     def _cast(self, value: Tensor, result: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.intent_choice import Intent
+from collage_agent.intent.whole_optimizer import WholeOptimizer
 from collage_agent.sample import stored_parts
 from collage_agent.sample.sampling import TensorSample, draw
 from collage_agent.sample.state_mappings import keeps_by_name, state_of, states_of, step_of
@@ -29,6 +30,7 @@ from collage_agent.step.gather import BlockLayout
 from collage_agent.step.observed_step import Scratch
 from collage_agent.step.oracle import Oracle, OracleView
 from collage_agent.step.touched_rows import TouchedBucket
+from collage_agent.step.whole_steps import CopiedBucket
 from collage_agent.training.dtensors import placed_alike, rows_of_a_shard
 from collage_agent.training.watched_parameters import WatchedParameter
 from collage_monitor.totals_table import Axis
@@ -168,7 +170,9 @@ class Planner:
         parameters = [self.watched[member].parameter for member in members]
         samples, layout = self._sampled(members, parameters, cap)
         intent = _CLOSURE if closure else self.intents[watched.group]
-        bucket = Bucket(
+        copied = isinstance(intent, WholeOptimizer) and intent.copied.refused is None
+        kind: Any = CopiedBucket if copied else Bucket
+        bucket: Bucket = kind(
             members,
             parameters,
             samples,

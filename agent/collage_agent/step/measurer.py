@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.before_after import WholeTensor
 from collage_agent.intent.intent_choice import Intent
+from collage_agent.intent.whole_optimizer import OptimizerCopy, WholeOptimizer
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.sample.state_mappings import states_of
 from collage_agent.stats.counterfactuals import COUNTERFACTUAL_SUMS
@@ -79,6 +80,7 @@ class StepMeasurer:
         self._follows: Follows = "nothing"
         self._rotation = Rotation(None if sample == "all" else ELEMENTS_A_STEP)
         self._rotates = _rotates(intents)
+        self._copied = _copied(intents)
         self._kernel = KernelTotals()
         self._without_sample: int | None = None
         """Measured steps since the last one with a sample; None: kernels are not known to add up all tensors."""
@@ -99,6 +101,11 @@ class StepMeasurer:
         return self._planner.sparse
 
     @property
+    def copies_optimizer(self) -> bool:
+        """Whether u comes from a copy of the whole optimizer."""
+        return self._copied is not None
+
+    @property
     def oracle_restarts(self) -> int:
         """How often the oracles had to attach again."""
         return 0 if self._oracles is None else self._oracles.restarts
@@ -116,6 +123,14 @@ class StepMeasurer:
     def shrink_sample(self, sample: int) -> None:
         """From the next measured step on, use a smaller sample: a prefix of the present one."""
         self.sample, self._signature = sample, None
+        self._give_up_copies("a copy of it takes more than the agent's budget")
+
+    def _give_up_copies(self, reason: str) -> None:
+        """From the next measured step on, what a copy of the whole optimizer told is not known."""
+        for intent in self._planner.intents if self._copied is not None else ():
+            if isinstance(intent, WholeOptimizer):
+                intent.give_up(reason)
+        self._copied, self._signature = None, None
 
     def regroup(self, watched: Sequence[WatchedParameter], intents: Sequence[Intent]) -> None:
         """The parameter groups changed: all parameters, those so far in their places, and one intent a group.
@@ -125,6 +140,7 @@ class StepMeasurer:
         replaced = any(new.parameter is not old.parameter for new, old in zip(watched, self.watched, strict=False))
         self._planner.regroup(watched, intents)
         self._rotates = _rotates(intents)
+        self._copied = _copied(intents)
         self._signature = self._without_sample = None
         if self.windows is not None:
             self.windows.plan_anew()
@@ -160,6 +176,7 @@ class StepMeasurer:
         """
         self._oracles = self.windows = None
         self._rotates, self._signature, self._buckets = False, None, []
+        self._give_up_copies("its steps call no hooks, so nothing is known before them")
 
     def gather_gradients_again(self) -> None:
         """After a step, in place of the gradients that `before` gathered. Inside `isolated`."""
@@ -190,7 +207,7 @@ class StepMeasurer:
             return [
                 bucket
                 for bucket in planned
-                if bucket.intent.kind != "before-after" and not isinstance(bucket, TouchedBucket)
+                if bucket.intent.kind in ("shadow", "rule") and not isinstance(bucket, TouchedBucket)
             ]
 
         self.windows.before(optimizer, step, doublings, (cap, signature), plan)
@@ -232,6 +249,8 @@ class StepMeasurer:
                 self._oracles.step(optimizer, self._buckets)
             if self._rotates:
                 self._rotation.before(optimizer, self._planner, self._follows)
+            if self._copied is not None:
+                self._copied.begin(optimizer, [intent.composition for intent in self._planner.intents])
 
     def _sample_is_due(self) -> bool:
         known = self._without_sample
@@ -245,7 +264,13 @@ class StepMeasurer:
         """
         scale, skipped = loss_scaling(optimizer)
         whole = self._kernel.tables(self.watched)
+        if self._copied is not None:
+            self._copied.step(scale)
         found = self._after_sample(optimizer, scale, counterfactuals) if self._takes_sample else []
+        if self._copied is not None:
+            self._copied.release()
+            if self._copied.refused is not None:
+                self._give_up_copies(self._copied.refused)
         self._note_coverage(found, whole)
         found += whole
         if skipped is not None:
@@ -319,6 +344,10 @@ class StepMeasurer:
             watched.parameter._version != version
             for watched, version in zip(self.watched, self._versions, strict=False)
         )
+
+
+def _copied(intents: Sequence[Intent]) -> OptimizerCopy | None:
+    return next((intent.copied for intent in intents if isinstance(intent, WholeOptimizer)), None)
 
 
 def _rotates(intents: Sequence[Intent]) -> bool:

@@ -11,23 +11,39 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+import torch.distributed as distributed
 from collage_optim.tensor_step import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.intent.before_after import WholeTensor
+from collage_agent.intent.before_after import BeforeAfter, WholeTensor
+from collage_agent.intent.intent_choice import Intent
 from collage_agent.intent.optimizer_clone import clone_settings, clone_value
+from collage_agent.intent.whole_optimizer import ELEMENTS_COPIED, OptimizerCopy, WholeOptimizer
 from collage_agent.intent.widening import widened
 from collage_agent.sample import stored_parts
 from collage_agent.sample.quantised_states import reading
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.bucket_planner import Planner
-from collage_agent.step.gather import BlockLayout, Staging
+from collage_agent.step.gather import BlockLayout
 from collage_agent.step.observed_step import Follows
+from collage_agent.step.whole_steps import LaidOutStep
 from collage_agent.training.watched_parameters import WatchedParameter
 from collage_monitor.totals_table import Table
 
-__all__ = ["ELEMENTS_A_STEP", "Rotation", "is_whole", "nan_where_skipped", "too_large"]
+__all__ = [
+    "ELEMENTS_A_STEP",
+    "IN_PARTS",
+    "Rotation",
+    "intents_on_this_rank",
+    "is_whole",
+    "nan_where_skipped",
+    "too_large",
+]
+
+IN_PARTS: Final = (
+    "in parts on several ranks, and no rank can step its part alone: only what changed is known of them"
+)
 
 ELEMENTS_A_STEP: Final = 2**20
 """Elements stepped whole at one measured step, at most: 8 bytes each for θ, g, u and every state."""
@@ -109,22 +125,16 @@ class Rotation:
                 yield index
 
 
-class _WholeTensorStep:
+class _WholeTensorStep(LaidOutStep):
     """u of a tensor at one step: `clone_inputs` before it, `step_clones` and `displacement` after it."""
 
-    kind: Final = "whole-tensor"
-
     def __init__(self, whole: WholeTensor, parameter: Tensor) -> None:
-        self.composition = whole.composition
-        self.stochastic = whole.stochastic
-        self.unexplained = whole.unexplained
+        super().__init__(whole, "whole-tensor")
         self._shadow = whole.shadow
         self._parameter = parameter
         self._group: dict[str, Any] = {}
         self._state: dict[str, Any] = {}
         self._weight = self._gradient = parameter
-        self._flat: dict[str, Tensor] = {}
-        self._position = 0
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Copy the run state of the live instance, before its step."""
@@ -158,30 +168,13 @@ class _WholeTensorStep:
         if scale is not None:
             gradient.div_(scale)
         self._shadow.step(self._group, state, moved, gradient, self._gradient.dtype)
-        self._flat = {
-            key: _in_layout(value, layout)
-            for key, value in stored_parts.elementwise_state(moved, state).items()
-            if value.is_floating_point()
-        }
-        self._flat[stored_parts.PARAMETER] = _in_layout(moved.sub_(self._weight), layout)
-        self._position = 0
-
-    def displacement(
-        self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor, out: Tensor
-    ) -> bool:
-        """Write u of the next `len(out)` slots to `out`, and the stepped states of these to `state`. True."""
-        slots = slice(self._position, self._position + out.numel())
-        self._position = slots.stop
-        for key, values in self._flat.items():
-            if key in state:
-                state[key] = values[slots]
-        out.copy_(self._flat[stored_parts.PARAMETER][slots])
-        return True
+        self.lay_out([moved.sub_(self._weight)], [state], layout)
 
     def release_clones(self) -> None:
         """Release the clones; the next `clone_inputs` makes new ones."""
         self._weight = self._gradient = self._parameter
-        self._state, self._flat = {}, {}
+        self._state = {}
+        self.release()
 
 
 class _WholeBucket(Bucket):
@@ -215,18 +208,45 @@ def is_whole(entry: WatchedParameter) -> bool:
     return whole and tuple(parameter.shape) == shard.shape
 
 
+def intents_on_this_rank(
+    optimizer: Optimizer, intents: Sequence[Intent], watched: Sequence[WatchedParameter]
+) -> list[Intent]:
+    """The groups' intents as far as this rank can follow them; tensors that it holds in part have no u.
+
+    Putting the parts together would make ranks wait for each other, which the agent never does. A copy of a whole
+    optimizer is this optimizer's own, and might wait for others if there are several ranks.
+    """
+    held = {entry.group for entry in watched if entry.shard.elements}
+    held -= {entry.group for entry in watched if is_whole(entry)}
+    verbose = any(isinstance(intent, WholeOptimizer) and intent.shadow.is_verbose for intent in intents)
+    copied, found = OptimizerCopy(is_verbose=verbose), list[Intent]()
+    elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    for group, intent in enumerate(intents):
+        if not isinstance(intent, WholeTensor | WholeOptimizer):
+            found.append(intent)
+            continue
+        why, is_copied = None, isinstance(intent, WholeOptimizer)
+        if group in held:
+            why = f"its tensors are {IN_PARTS}"
+        elif is_copied and ranks > 1:
+            why = f"{ranks} ranks train, and a copy of it might wait for the others"
+        elif is_copied and elements > ELEMENTS_COPIED:
+            why = f"{elements} elements are more than the {ELEMENTS_COPIED} of which a copy is made"
+        if why is not None:
+            reason = f"{intent.reason}; {why}"
+            found.append(BeforeAfter(reason, intent.composition, intent.stochastic, intent.unexplained))
+        else:
+            found.append(WholeOptimizer(intent.shadow, intent.reason, copied) if is_copied else intent)
+    return found
+
+
 def nan_where_skipped(skipped: Tensor | None, part: Table[Tensor]) -> Table[Tensor]:
     """The table, NaN all over if the loss scaler skipped the step: `skipped` [1] is not 0 then; None: no scaler."""
     if skipped is None:
         return part
     skip = skipped.to(part.array.device).reshape(()).ne(0)
     return Table(part.statistics, part.layers, torch.where(skip, torch.nan, part.array))
-
-
-def _in_layout(tensor: Tensor, layout: BlockLayout) -> Tensor:
-    staging = Staging(layout, torch.float64)
-    layout.gather([tensor.double()], staging, lasting=False)
-    return staging.values
 
 
 def _is_dense(gradient: Tensor | None) -> bool:

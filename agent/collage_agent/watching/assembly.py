@@ -301,9 +301,9 @@ class Assembly:
     def _current_layout(self) -> Layout:
         """The present meaning of rows and columns; built again only after a change."""
         layout, union, closures, changes = self.layout, self._union, False, 0
-        seen_by = list[SeenBy]()
+        seen_by = list[tuple[SeenBy, bool]]()
         for hooks in self._hooks:
-            seen_by.append(hooks.seen_by)
+            seen_by.append((hooks.seen_by, hooks.measurer.copies_optimizer))
             closures = closures or hooks.closure_seen
             changes += hooks.changes
         broken = () if self._contract is None else (*self._contract.broken, changes)

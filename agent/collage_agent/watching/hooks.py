@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.error_guard import Guard
-from collage_agent.intent.before_after import BeforeAfter, WholeTensor
 from collage_agent.intent.foreign_optimizers import ForeignOptimizer
-from collage_agent.intent.intent_choice import Intent, IntentCache, fitting_class
+from collage_agent.intent.intent_choice import IntentCache, fitting_class
 from collage_agent.intent.optimizer_clone import isolated
 from collage_agent.step.measurer import StepMeasurer
-from collage_agent.step.rotation import is_whole
+from collage_agent.step.rotation import intents_on_this_rank
 from collage_agent.step.windows import Windows
 from collage_agent.training.ddp import stepping_optimizer
 from collage_agent.training.deepspeed import SubGroup
@@ -42,7 +41,7 @@ from collage_agent.watching.iterations import Iterations, inside_own_step, makes
 from collage_agent.watching.resume_check import ResumeCheck
 from collage_agent.watching.saved_numbers import CheckpointComparison
 from collage_agent.watching.unseen_steps import NOTES, SeenBy, UnseenSteps
-from collage_agent.watching.watch_description import IN_PARTS, describe, notes_on
+from collage_agent.watching.watch_description import describe, notes_on
 from collage_monitor import wire
 from collage_monitor.totals_table import Table
 
@@ -100,7 +99,7 @@ class OptimizerHooks:
         self._mixed_precision = sharding.mixed_precision
         watched, self.left_out = watched_parameters(model, self.stepping, options, sharding)
         with governor.timing():
-            self._intents = _intents_on_this_rank(intents.of(self.foreign or self.stepping), watched)
+            self._intents = intents_on_this_rank(self.stepping, intents.of(self.foreign or self.stepping), watched)
             self._fitting = None if self.foreign else intents.fitting(self.stepping)
         self._groups = _groups_of(self.stepping)
         self._on_meta = [entry.parameter for entry in watched if entry.parameter.is_meta]
@@ -408,7 +407,7 @@ class OptimizerHooks:
         found, left_out = watched_parameters(
             self.model, optimizer, self.options, Sharding(self.model, self.optimizer, self._sub_group)
         )
-        intents = _intents_on_this_rank(IntentCache().of(self.foreign or optimizer), found)
+        intents = intents_on_this_rank(optimizer, IntentCache().of(self.foreign or optimizer), found)
         kept, new = regrouped(self.measurer.watched, found, [members for members, _, _ in groups])
         self.measurer.regroup([*kept, *with_unique_names(new, self._number, self._names_used)], intents)
         self.changes += 1
@@ -449,26 +448,6 @@ def is_watched(optimizer: Optimizer) -> bool:
     of_steps, of_loads = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
     hooks: list[object] = [*of_steps.values(), *of_loads.values()]
     return any(isinstance(getattr(hook, "__self__", None), OptimizerHooks) for hook in hooks)
-
-
-def _intents_on_this_rank(intents: Sequence[Intent], watched: Sequence[WatchedParameter]) -> list[Intent]:
-    """The groups' intents as far as this rank can follow them; tensors that it holds in part have no u.
-
-    Putting the parts together would make ranks wait for each other, which the agent never does.
-    """
-    held = {entry.group for entry in watched if entry.shard.elements}
-    held -= {entry.group for entry in watched if is_whole(entry)}
-    return [
-        BeforeAfter(
-            f"{intent.reason}; its tensors are {IN_PARTS}",
-            intent.composition,
-            intent.stochastic,
-            intent.unexplained,
-        )
-        if group in held and isinstance(intent, WholeTensor)
-        else intent
-        for group, intent in enumerate(intents)
-    ]
 
 
 _Group = tuple[tuple[int, ...], object, torch.dtype | None]

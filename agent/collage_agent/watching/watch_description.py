@@ -26,19 +26,21 @@ from collage_agent.sample.quantised_states import is_quantised, reading_dtype
 from collage_agent.sample.remainder_codes import codes_of
 from collage_agent.sample.state_mappings import state_of, states_of
 from collage_agent.sample.stored_parts import OURS, PLAIN, Composition, elementwise_state, factored_state, form_of
-from collage_agent.step.rotation import ELEMENTS_A_STEP, is_whole, too_large
+from collage_agent.step.rotation import ELEMENTS_A_STEP, IN_PARTS, is_whole, too_large
 from collage_agent.training.watched_parameters import WatchedParameter
 from collage_agent.watch_options import WatchOptions
 from collage_agent.watching.trained_parameters import describe_trained
 from collage_monitor import wire
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["IN_PARTS", "describe", "joined", "notes_on"]
+__all__ = ["describe", "joined", "notes_on"]
 
-IN_PARTS: Final = (
-    "in parts on several ranks, and no rank can step its part alone: only what changed is known of them"
-)
 _UNKNOWN: Final = "unknown"
+_FOUND: Final[Mapping[str, str]] = {
+    "whole-tensor": "whole tensors of group {} in rotation",
+    "whole-optimizer": "a copy of the whole optimizer is stepped for group {}",
+    "before-after": "only what changed is known of group {}",
+}
 _SCALAR: Final = torch.Size([])
 _NEARLY_ALL: Final = 0.9
 _CLOSURE_NOTE = "steps evaluate a closure repeatedly: no one gradient leads to them, only what changed is measured"
@@ -93,11 +95,10 @@ def describe(
     for entry, elements in kinds:
         dtypes[dtype_name(entry.parameter.dtype)] += elements
         intent = intents[entry.group]
-        sources["whole-tensor" if isinstance(intent, WholeTensor) else intent.kind] += elements
-        if isinstance(intent, WholeTensor):
-            reasons[f"whole tensors of group {entry.group} in rotation: {intent.reason}"] = None
-        elif isinstance(intent, BeforeAfter):
-            reasons[f"only what changed is known of group {entry.group}: {intent.reason}"] = None
+        source = intent.source if isinstance(intent, BeforeAfter) else intent.kind
+        sources[source] += elements
+        if isinstance(intent, BeforeAfter):
+            reasons[f"{_FOUND[source].format(entry.group)}: {intent.reason}"] = None
     rotating = [] if options.sample == "all" else watched
     large = sum(too_large(entry) for entry in rotating if isinstance(intents[entry.group], WholeTensor))
     if large:

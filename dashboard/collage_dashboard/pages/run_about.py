@@ -28,6 +28,7 @@ _INTENT: Final = {
     "shadow": "an fp64 shadow step on sampled elements",
     "rule": "the optimizer's own rule in fp64",
     "whole-tensor": "an fp64 shadow step on whole tensors, in rotation",
+    "whole-optimizer": "a step of a copy of the whole optimizer in fp64",
     "before-after": "nothing: only what changed is known, so there is no EDQ",
 }
 

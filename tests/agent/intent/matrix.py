@@ -148,7 +148,7 @@ def pytorch_optimizer_configurations() -> list[Configuration]:
     kinds = {
         "shadow": ("Lion", "AdEMAMix", "Adan", "Tiger", "ADOPT", "LaProp", "Grams"),
         "whole-tensor": ("Lamb", "LARS", "AdamP", "NovoGrad", "CAME", "SM3"),
-        "before-after": ("Prodigy", "DAdaptAdam"),
+        "whole-optimizer": ("Prodigy", "DAdaptAdam"),
     }
     found = [
         Configuration("pytorch_optimizer", name, getattr(pytorch_optimizer, name), kind)
