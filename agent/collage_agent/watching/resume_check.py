@@ -67,11 +67,12 @@ def largest_step_count(optimizer: Optimizer) -> int | None:
 
 
 def _largest_of(optimizer: Optimizer, counts: Sequence[Any]) -> int | None:
-    if not counts and getattr(optimizer, "defaults", {}).get("k", 0) == 0:
+    begins = getattr(optimizer, "defaults", {})
+    if not counts and begins.get("k", 0) == 0:
         # Schedule-free optimizers and D-Adaptation count in a group's `k`, from 0; Ranger's `k` is a period.
         counts = [group["k"] for group in optimizer.param_groups if "k" in group]
     if counts:
-        return int(_largest(counts))
+        return int(_largest(counts) - begins.get("step", 0))  # Prodigy's (pytorch_optimizer) begins at 1.
     return None if any(optimizer.state.values()) else 0
 
 
@@ -245,8 +246,7 @@ _Found = dict[wire.LossKind, Collection[str]]
 
 def _was_skipped(optimizer: Optimizer) -> bool:
     """Whether a loss scaler skipped the step. A fused optimizer is called for it, too."""
-    skipped = getattr(optimizer, "found_inf", None)
-    return skipped is not None and bool(skipped)
+    return bool(getattr(optimizer, "found_inf", None))
 
 
 def _spread(counters: Sequence[Any]) -> Sequence[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import pytorch_optimizer
 import torch
 from collage_agent.handle import watch
 from collage_agent.watching import kept_states, resume_check
@@ -235,6 +236,17 @@ def test_a_step_that_moves_nothing_and_is_counted_is_told(asks):
     optimizer.step()
     assert ("a step that moved nothing was counted before this one" in handle.info.intent_reason) == asks
     assert not handle.info.resume_losses
+
+
+def test_a_counter_that_begins_at_1_has_counted_nothing():
+    """The first step was called 2, after "a step that moved nothing was counted before this one"."""
+    model = nn.Linear(24, 24)
+    optimizer = pytorch_optimizer.Prodigy(model.parameters())
+    handle = watch(model, optimizer, every=1)
+    model(torch.randn(8, 24)).square().mean().backward()
+    optimizer.step()
+    assert handle.step == 1
+    assert "moved nothing" not in handle.info.intent_reason
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import pytorch_optimizer
 import torch
 from collage_agent import error_guard
 from collage_agent.handle import watch
@@ -318,6 +319,16 @@ def test_steps_that_overshoot_are_told_with_their_cause_and_without_another():
     assert "state exp_avg_sq: 95.0 % of it is 0 where the gradient is not: it underflows as float16" in text
     assert "state exp_avg:" in text
     assert "state exp_avg: 0" not in text
+
+
+def test_a_state_in_32_bits_that_stays_0_is_not_said_to_underflow():
+    model = torch.nn.Linear(8, 8)
+    optimizer = pytorch_optimizer.SM3(model.parameters())
+    handle = watch(model, optimizer, every=1, budget=None)
+    for _ in range(4):
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+    assert "of it is 0 where the gradient is not\n" in str(handle)
 
 
 @pytest.mark.parametrize(
