@@ -208,16 +208,21 @@ def over_steps(overview: wire.Overview | None) -> str:
 
 
 def share_links(run_ids: Sequence[str], left_out: int = 0) -> list[Any]:
-    """A button that copies the page's address, and a link to one HTML file about these runs, to keep or send;
+    """Buttons for the page's address and its picture, and a link to one HTML file about these runs, to keep or send;
     left_out: the number of further requested runs."""
     pairs = [("run", run_id) for run_id in run_ids] + ([("left_out", str(left_out))] if left_out else [])
     address = f"/report?{urlencode(pairs)}"
     told: dict[str, Any] = {"title": "One HTML file, readable without server or network"}
-    copies: dict[str, Any] = {"data-copies": "address"}
+    buttons: dict[str, dict[str, Any]] = {
+        "Copy link": {"data-copies": ""},
+        "Download picture": {"data-pictures": ""},
+    }
+    pressed = [
+        [html.Button(text, type="button", className="textual", **does), html.Span(role="status"), " · "]
+        for text, does in buttons.items()
+    ]
     return [
-        html.Button("Copy link", type="button", className="textual", **copies),
-        html.Span(role="status"),
-        " · ",
+        *chain.from_iterable(pressed),
         html.A("Download report", href=address, download="", **told),
     ]
 

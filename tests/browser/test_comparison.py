@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.browser.boxes import drag
+from tests.browser.boxes import downloaded_picture, drag
 from tests.browser.questions import asks_for
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.posting import post_run
@@ -73,6 +73,8 @@ def test_the_runs_table_leads_to_curves_with_the_right_names_and_numbers_and_bac
     light = strategies.locator("tr", has_text="Collage light")
     assert "states are stuck" in light.inner_text(), "nothing is healthy by EDQ alone"
     assert "healthy" in strategies.locator("tr", has_text="Collage plus").inner_text()
+    parts = (".answer .verdict", "#compare-strategies table", "#compare-chart-0 .main-svg >> nth=0")
+    assert downloaded_picture(page, *parts) == "collage-comparison-of-5-runs.png"
     page.go_back()
     page.get_by_role("link", name="Compare 5 runs").wait_for()
     page.get_by_role("checkbox", name="Pick plain to compare", checked=True, exact=True).wait_for()

@@ -7,7 +7,7 @@ import pytest
 
 from collage_monitor.client import Client
 from collage_monitor.diagnosis import percent
-from tests.browser.boxes import boxes, drag
+from tests.browser.boxes import boxes, downloaded_picture, drag
 from tests.browser.test_incidents import Overflowed
 from tests.dashboard.generated import demo_runs
 from tests.dashboard.posting import post_run
@@ -67,6 +67,10 @@ def test_what_is_lost_where_and_since_when_stand_on_a_laptops_first_screen(opene
     assert len(labels) == len(set(labels)) == 12, "each layer is named"
     for part in (".answer .verdict", ".numbers-line"):
         assert page.locator(part).evaluate("(part) => part.scrollWidth <= part.clientWidth"), part
+    curve = "#run-stack .chart-card:has([id*='edq']) .main-svg >> nth=0"
+    for _ in ("light", "dark"):
+        assert downloaded_picture(page, ".answer .verdict", curve, "#run-panel .hm") == "collage-plain.png"
+        page.get_by_role("button", name="Light or dark").press("Enter")
 
 
 def test_a_cell_of_the_heatmap_tells_its_layers_story(opened):

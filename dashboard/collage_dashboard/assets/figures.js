@@ -320,6 +320,51 @@
     else download(`${filename}.csv`, csvOf(plot));
   });
 
+  // What a page shows as one picture, without its links elsewhere: a copy of its elements with all styles, in an SVG that
+  // the browser draws. As wide as the window, or other widths' styles would count.
+  document.addEventListener("click", async (event) => {
+    const button = event.target.closest && event.target.closest("[data-pictures]");
+    if (!button) return;
+    const said = button.nextElementSibling;
+    try {
+      follow(await pictureOf(document.getElementById("page")), `${dashed(`collage ${document.title.replace(/ · [^·]*$/, "")}`)}.png`);
+    } catch {
+      said.textContent = " This browser cannot draw the page";
+    }
+  });
+
+  async function pictureOf(page) {
+    const place = document.createElement("body");
+    const copy = place.appendChild(page.cloneNode(true));
+    copy.style.cssText = `width: ${page.offsetWidth}px; box-sizing: border-box; margin: 0; padding-bottom: 16px`;
+    const written = page.querySelectorAll("input");
+    copy.querySelectorAll("input").forEach((input, at) => input.setAttribute("value", written[at].value));
+    for (const grid of copy.querySelectorAll(".layers-place")) grid.style.height = `${page.querySelector(".layers-place").offsetHeight}px`;
+    for (const panel of copy.querySelectorAll("#run-panel")) panel.style.minHeight = 0;
+    for (const other of copy.querySelectorAll(".crumbs, .pandas")) other.remove();
+    document.body.append(place);
+    const height = Math.ceil(place.getBoundingClientRect().height);
+    place.remove();
+
+    const styles = document.createElement("style");
+    styles.textContent = [...document.styleSheets, ...document.adoptedStyleSheets].flatMap((sheet) => [...sheet.cssRules].map((rule) => rule.cssText)).join("\n");
+    place.prepend(styles);
+    const scheme = document.documentElement.dataset.mantineColorScheme;
+    const image = new Image(innerWidth, height);
+    image.src = `data:image/svg+xml,${encodeURIComponent(
+      `<svg xmlns="http://www.w3.org/2000/svg" width="${innerWidth}" height="${height}" data-mantine-color-scheme="${scheme}">` +
+        `<foreignObject width="100%" height="100%">${new XMLSerializer().serializeToString(place)}</foreignObject></svg>`,
+    )}`;
+    await image.decode();
+    const scale = Math.min(2, 16000 / height);
+    const canvas = Object.assign(document.createElement("canvas"), { width: scale * page.offsetWidth, height: scale * height });
+    const drawing = canvas.getContext("2d");
+    drawing.fillStyle = getComputedStyle(document.body).backgroundColor;
+    drawing.fillRect(0, 0, canvas.width, canvas.height);
+    drawing.drawImage(image, 0, 0, scale * innerWidth, scale * height);
+    return canvas.toDataURL();
+  }
+
   const dashed = (text) => text.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60);
 
   function follow(address, name) {
