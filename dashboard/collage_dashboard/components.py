@@ -208,8 +208,8 @@ def over_steps(overview: wire.Overview | None) -> str:
 
 
 def share_links(run_ids: Sequence[str], left_out: int = 0) -> list[Any]:
-    """Buttons for the page's address and its picture, and a link to one HTML file about these runs, to keep or send;
-    left_out: the number of further requested runs."""
+    """Buttons for the page's address and its picture, and a link to one HTML file about these runs, to keep or
+    send; left_out: the number of further requested runs."""
     pairs = [("run", run_id) for run_id in run_ids] + ([("left_out", str(left_out))] if left_out else [])
     address = f"/report?{urlencode(pairs)}"
     told: dict[str, Any] = {"title": "One HTML file, readable without server or network"}

@@ -257,8 +257,10 @@ def test_where_the_line_stands_is_said_in_the_words_of_the_framework(door, befor
     narrow = wire.Trained(optimizer="AdamW", fitting="CollageAdamW", parameters={"bfloat16": 8})
     told = advice_for(narrow, "weights", door=door)
     own = "trainer.optimizer" if door == "transformers" else "optimizer"
+    assert told is not None
     assert told.text.endswith(f", {before}")
     for choice in told.choices:
         assert f"\n{own} = collage_agent.optim.CollageAdamW.from_optimizer({own}, strategy=" in choice.code
     sharded = advice_for(msgspec.structs.replace(narrow, sharded=True), "weights", door=door)
+    assert sharded is not None
     assert "trainer" not in sharded.text + sharded.choices[0].code

@@ -21,7 +21,7 @@ _SCALES = 1 / 16
 
 def told(text):
     """Line, strategy and bytes of each claim: in brackets behind a name, or in a table's column of bytes."""
-    heads = []
+    heads: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
         yield from ((number, name, float(size)) for name, size in _TOLD.findall(line))
         cells = [cell.strip() for cell in line.strip("|").split("|")]
