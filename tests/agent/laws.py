@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from collage_agent.stats.block_sums import Segments, block_sums
 from collage_agent.stats.intervals import (
-    NOTHING_SEEN,
     fourth_moments,
     missed_share,
     population_factor,
@@ -180,8 +179,7 @@ def _sampled(
         "active_blocks": segments.sums(b[1:].gt(0).double())[0],
         "measured_steps": torch.ones_like(count),
         "fourth_moment/edq_ratio": fourth[0],
-        "unseen_variance": torch.where(
-            missed.isinf(), NOTHING_SEEN, missed * found["variance_denominator/edq_ratio"]
-        ),
+        # Larger than any variance, in place of what a bucket leaves out where its sample saw nothing.
+        "unseen_variance": torch.where(missed.isinf(), 1e30, missed * found["variance_denominator/edq_ratio"]),
     }
     return {key: values.numpy() for key, values in found.items()}

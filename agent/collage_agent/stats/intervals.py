@@ -18,7 +18,6 @@ from collage_monitor.definitions import Interval
 from collage_monitor.statistics.intervals import MOST_UNSEEN
 
 __all__ = [
-    "NOTHING_SEEN",
     "UNSEEN",
     "fourth_moments",
     "interval_keys",
@@ -37,8 +36,6 @@ _OUTLYING: Final = 10.0
 _MOST_BIAS: Final = 0.4
 """Standard errors that one element outside the sample may bring: 95 % intervals that are off by so much hold the
 truth in 0.93 (Cochran, Sampling Techniques, 1.8)."""
-NOTHING_SEEN: Final = 1e30
-"""weight⁴: stands for a sample that saw nothing of what moves the weights; larger than any variance, and finite."""
 
 
 def interval_keys(metrics: Mapping[str, Interval]) -> tuple[str, ...]:

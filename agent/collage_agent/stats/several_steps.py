@@ -73,8 +73,8 @@ def oracle_block_sums(rows: Tensor, excluded: Tensor | None, padding: Tensor, bl
     if excluded is None:
         squares = squared_block_sums(rows.index_fill_(1, padding, 0.0)[:4], block)
     if squares is None or not sum_is_finite(squares):
-        missing = nonfinite(rows.sum(0)) if excluded is None else nonfinite(rows.sum(0)).bitwise_or_(excluded)
-        zero_excluded(rows, missing.index_fill_(0, padding, 1))
+        missing = nonfinite(rows.sum(0))
+        zero_excluded(rows, missing if excluded is None else missing.bitwise_or_(excluded))
         squares = squared_block_sums(rows[:4], block)
     products = torch.stack((rows[0] * rows[4], rows[2] * rows[5]))
     products = block_sums(products, block)

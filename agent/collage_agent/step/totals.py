@@ -26,7 +26,6 @@ from collage_agent.stats import MEASURES, OPTIONAL, StepView, Sums, classes, edq
 from collage_agent.stats.block_sums import Segments
 from collage_agent.stats.classes import active_elements
 from collage_agent.stats.intervals import (
-    NOTHING_SEEN,
     UNSEEN,
     fourth_moments,
     interval_keys,
@@ -237,7 +236,7 @@ def estimated_totals(
     numerators, denominators = (row.index_select(0, rows.tailed) for row in parts)
     fourth = fourth_moments(numerators, denominators, values, sizes.segments, sizes.factor)
     spread = variances[rows.spread]
-    unseen = torch.where(missed.isinf(), NOTHING_SEEN, missed * spread).unsqueeze(0)
+    unseen = (missed * spread).unsqueeze(0)
     others = [table.array for table in blocks.by_tensor]
     array = torch.cat((sizes.fixed, sums[:-1], *others, variances, fourth, unseen)).mul_(rows.factor)
     return Table(rows.axis, layers, array)

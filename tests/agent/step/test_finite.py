@@ -6,6 +6,7 @@ import pytest
 import torch
 from collage_agent.handle import watch
 from collage_agent.step import observed_step
+from torch import nn
 
 from tests.agent.test_watch import Recorder
 from tests.agent.training import mlp, mlp_loss
@@ -24,6 +25,32 @@ def totals(bad):
             next(model.parameters()).grad.view(-1)[::3] = torch.nan
         optimizer.step()
     return [measurement.totals for measurement in recorder.measurements]
+
+
+def test_what_is_not_finite_in_one_tile_is_left_out_of_the_oracle_after_the_others(monkeypatch):
+    def measured():
+        model, recorder = nn.Linear(32, 32, bias=False).half(), Recorder()
+        nn.init.zeros_(model.weight)
+        with torch.no_grad():
+            model.weight[0] = 65504.0
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        watch(model, optimizer, every=1, budget=None, sample="all", oracle=True, reporter=recorder)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(2):
+            # fp16 ends at 65,504, the oracle's fp64 does not.
+            model.weight.grad = -32.0 * torch.rand(32, 32, generator=generator).half() - 32.0
+            optimizer.step()
+        stepped = model.weight.grad[1:].double().square().sum().item()
+        return dict(recorder.measurements[-1].table()), stepped
+
+    whole, stepped = measured()
+    assert whole["nonfinite"].sum() == 32
+    assert whole["oracle_squared_sum"].sum() == pytest.approx(stepped, rel=1e-12)
+    monkeypatch.setattr(observed_step, "TILE_SLOTS", 256)
+    in_tiles, _ = measured()
+    for key in whole:
+        if key.startswith("oracle"):
+            assert in_tiles[key] == pytest.approx(whole[key], rel=1e-12, nan_ok=True), key
 
 
 @pytest.mark.parametrize("bad", [False, True])

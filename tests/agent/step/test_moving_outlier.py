@@ -45,6 +45,21 @@ def test_an_outlier_that_moves_is_given_no_interval(scale, rows, every, momentum
     assert held == given, f"{held} of {given} hold"
 
 
+def test_what_an_earlier_look_missed_takes_the_intervals_of_later_steps_away():
+    """A look every ten measured steps: one without the large row is followed by steps that may have it."""
+    torch.manual_seed(0)
+    model = nn.Embedding(2000, 64).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1, budget=None, sample=4096, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(13):
+        gradient = 0.5 * torch.randn(2000, 64, generator=generator)
+        gradient[7] *= 300 if step == 0 else 1
+        model.weight.grad = gradient.bfloat16()
+        optimizer.step()
+    assert handle.summary()["model"].get("edq_ratio_low") is None
+
+
 @pytest.mark.parametrize("rows", [pytest.param(2000, marks=pytest.mark.nightly), 140])
 def test_without_one_intervals_are_given_and_hold(rows):
     found = [intervals(1, seed, rows, 1, 24) for seed in range(3)]

@@ -423,6 +423,26 @@ def test_residuals_that_have_been_kept_for_two_steps_are_missed(since, kinds):
     assert [loss.kind for loss in saved.watched().info.resume_losses] == kinds
 
 
+@pytest.mark.parametrize(("taken", "kinds"), [(1, []), (2, ["residuals"])])
+def test_residuals_are_missed_from_the_second_step_of_a_training_on(taken, kinds):
+    saved = Saved(found("Kahan"), BF16, taken)
+    for state in saved.optimizer.state.values():
+        state[saved.way.completes].zero_()
+    assert [loss.kind for loss in saved.watched().info.resume_losses] == kinds
+
+
+def test_a_kind_of_loss_is_noted_once_as_it_was_first_found():
+    saved = Saved(found("AdamW, fp32"), torch.float32, 20)
+    emptied("exp_avg")(saved)
+    handle = saved.watched()
+    states = saved.optimizer.state_dict()
+    for state in states["state"].values():
+        state["exp_avg"].zero_()
+    saved.optimizer.load_state_dict(states)
+    steps(saved.way, saved.model, saved.visible, saved.optimizer, 21, 22)
+    assert [(loss.kind, loss.step) for loss in handle.info.resume_losses] == [("averages", 21)]
+
+
 class LazyMasters(torch.optim.Optimizer):
     """Makes its master weights where it does not find them, and saves them nowhere."""
 
