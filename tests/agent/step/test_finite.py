@@ -38,10 +38,10 @@ def test_what_is_not_finite_in_one_tile_is_left_out_of_the_oracle_after_the_othe
         generator = torch.Generator().manual_seed(0)
         for _ in range(2):
             # fp16 ends at 65,504, the oracle's fp64 does not.
-            model.weight.grad = -32.0 * torch.rand(32, 32, generator=generator).half() - 32.0
+            gradient = -32.0 * torch.rand(32, 32, generator=generator).half() - 32.0
+            model.weight.grad = gradient
             optimizer.step()
-        stepped = model.weight.grad[1:].double().square().sum().item()
-        return dict(recorder.measurements[-1].table()), stepped
+        return dict(recorder.measurements[-1].table()), gradient[1:].double().square().sum().item()
 
     whole, stepped = measured()
     assert whole["nonfinite"].sum() == 32
