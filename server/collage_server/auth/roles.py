@@ -1,8 +1,7 @@
 """Which role may use which route: one table, held complete by a test and printed in docs/access.md.
 
 A route that is missing here does not exist for any token but an administrator's, so a new route fails closed.
-`bearer.py` asks it at each request. `tests/server/test_matrix.py` writes every expectation out again: change both,
-then print the table.
+`bearer.py` asks it at each request. `tests/server/test_matrix.py` expects what the printed table says.
 """
 
 from __future__ import annotations
