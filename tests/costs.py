@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forking import zygotes
+
 __all__ = ["BUDGET_SECONDS", "Costs", "cpu_seconds", "explained"]
 
 BUDGET_SECONDS = 0.5
@@ -21,7 +23,7 @@ CERTAIN = 4
 """Times the budget: more than a busy machine explains."""
 _LEDGER = Path(__file__).with_suffix(".toml")
 _TICKS = os.sysconf("SC_CLK_TCK")
-_PROPERTY = "cpu_seconds"
+_PROPERTY, _SHARED = "cpu_seconds", "shared_cpu_seconds"
 
 
 def cpu_seconds() -> float:
@@ -40,20 +42,25 @@ class Costs:
     def __init__(self, path: Path | None):
         self._path = path
         self._seconds: dict[str, float] = {}
+        self._shared = 0.0
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item):
-        self._begun = cpu_seconds()
+        self._begun = cpu_seconds(), zygotes.seconds
         return (yield)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item, call):
         if call.when == "teardown":
-            item.user_properties.append((_PROPERTY, cpu_seconds() - self._begun))
+            begun, others = self._begun
+            shared = zygotes.seconds - others
+            item.user_properties += [(_PROPERTY, cpu_seconds() - begun - shared), (_SHARED, shared)]
 
     def pytest_runtest_logreport(self, report):
         if report.when == "teardown":
-            self._seconds[report.nodeid] = dict(report.user_properties).get(_PROPERTY, 0.0)
+            told = dict(report.user_properties)
+            self._seconds[report.nodeid] = told.get(_PROPERTY, 0.0)
+            self._shared += told.get(_SHARED, 0.0)
 
     def pytest_terminal_summary(self, terminalreporter):
         if not self._seconds or hasattr(terminalreporter.config, "workerinput"):
@@ -61,7 +68,7 @@ class Costs:
         if self._path:
             lines = (f"{seconds:.2f} {name}" for name, seconds in sorted(self._seconds.items()))
             self._path.write_text("\n".join(lines) + "\n")
-        rooms: dict[str, float] = defaultdict(float)
+        rooms: dict[str, float] = defaultdict(float, {"tests/forking.py": self._shared})
         for name, seconds in self._seconds.items():
             rooms["/".join(name.split("/")[:2])] += seconds
         terminalreporter.section("CPU seconds")

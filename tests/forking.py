@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 import warnings
 from functools import cache
@@ -28,11 +29,22 @@ from pathlib import Path
 
 from tests.waiting import PATIENCE_SECONDS
 
-__all__ = ["SERVER", "SERVICES", "TORCH", "TRAINING", "Program", "command", "fork", "run_command", "run_forked"]
+__all__ = [
+    "SERVER",
+    "SERVICES",
+    "TORCH",
+    "TRAINING",
+    "Program",
+    "command",
+    "fork",
+    "run_command",
+    "run_forked",
+    "zygotes",
+]
 
 TORCH = ("numpy", "torch", "torch.distributed")
 """For a program that imports the agent itself. One zygote for each such list stands in every process of pytest that
-asks."""
+asks; one of a longer list is forked from that of its beginning."""
 TRAINING = (
     *TORCH,
     "torch.distributed.fsdp",
@@ -148,19 +160,28 @@ class _Zygote:
 
     def __init__(self, imports):
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = None
+        shorter = next((known for known in (SERVER, TORCH) if imports[: len(known)] == known != imports), None)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.forking", str(theirs.fileno()), *imports],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                cwd=_ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            )
+            if shorter:
+                socket.send_fds(
+                    _zygote(shorter)._orders, [json.dumps({"imports": imports}).encode()], [theirs.fileno()]
+                )
+            else:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.forking", str(theirs.fileno()), *imports],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    cwd=_ROOT,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                )
         atexit.register(self.close)
+        zygotes.seconds += float(self._orders.recv(64))
 
     def close(self):
         self._orders.close()
-        self._process.wait()
+        if self._process:
+            self._process.wait()
 
     def start(self, order, output):
         read_status, write_status = os.pipe()
@@ -183,6 +204,10 @@ class _Zygote:
 @cache
 def _zygote(imports):
     return _Zygote(imports)
+
+
+zygotes = types.SimpleNamespace(seconds=0.0)
+"""CPU seconds that starting them took: a cost of the tests together, and of none."""
 
 
 def _run(arguments):
@@ -234,6 +259,7 @@ def main(orders, imports):
     for name in imports:
         importlib.import_module(name)
     gc.freeze()
+    orders.send(str(time.process_time()).encode())
     signal.signal(signal.SIGCHLD, _reap)
     while True:
         content, descriptors, _, _ = socket.recv_fds(orders, _LARGEST_ORDER_BYTES, 3)
@@ -244,13 +270,16 @@ def main(orders, imports):
         for descriptor in descriptors:
             os.close(descriptor)
     orders.close()
+    order = json.loads(content)
+    if "imports" in order:
+        main(socket.socket(fileno=descriptors[0]), order["imports"])
+        os._exit(0)
     output, errors, status = descriptors
     _keep(status)
     os.dup2(output, 1)
     os.dup2(errors, 2)
     for descriptor in descriptors:
         os.close(descriptor)
-    order = json.loads(content)
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])

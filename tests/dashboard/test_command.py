@@ -2,8 +2,6 @@
 
 import json
 import socket
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
@@ -11,7 +9,7 @@ from collage_dashboard import command
 
 from collage_monitor.local import LOOPBACK_HOSTS
 from tests import ports
-from tests.waiting import PATIENCE_SECONDS
+from tests.forking import SERVICES, run_command
 
 pytestmark = pytest.mark.slow
 
@@ -102,10 +100,8 @@ def test_a_port_in_use_is_a_sentence():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
-        code = "from collage_monitor.command import main; main()"
-        command_line = [sys.executable, "-c", code, "serve", "dashboard", "--port", port, "--token", "t"]
-        result = subprocess.run(command_line, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+        port = taken.getsockname()[1]
+        result = run_command(SERVICES, "serve", "dashboard", "--port", port, "--token", "t")
     assert result.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
     assert "another --port" in result.stderr

@@ -21,14 +21,14 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from collage_monitor import wire
-from tests.forking import fork
+from tests.forking import SERVER, fork
 from tests.server import fleet
 from tests.server.reads import layer_points
 from tests.server.samples import report, stream_create, watch
 from tests.server.store.contract import NOW
 from tests.server.store.seen import ALL
 
-PUBLISHER = ("collage_server.publishing", "collage_server.store")
+PUBLISHER = (*SERVER, "collage_server.publishing")
 PUBLISHES = """
 import sys, time
 from pathlib import Path
