@@ -161,6 +161,7 @@ def screen(services, open_page, dashboard, tmp_path):
         opened.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.prometheus
 @pytest.mark.browser
 def test_what_goes_wrong_is_seen_in_the_browser(services, screen, webhook, tmp_path):

@@ -31,7 +31,10 @@ def change(store):
     fleet.archive_all(store)
 
 
-@pytest.fixture(scope="module", params=["as made", "right after a deletion and a late rank"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("as made", marks=pytest.mark.nightly), "right after a deletion and a late rank"],
+)
 def answered(request, tmp_path_factory):
     """(the published table, the API's answers)."""
     folder = tmp_path_factory.mktemp("fleet")

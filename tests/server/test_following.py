@@ -57,9 +57,9 @@ def send(server, steps, rank, first_seq=None):
 
 def test_all_of_it_comes_once(two):
     readers = [Follower(two, question) for question in QUESTIONS]
-    for start in range(1, 101, 7):
+    for start in range(1, 101, 13):
         for rank in range(2):
-            send(two, range(start, start + 7), rank)
+            send(two, range(start, start + 13), rank)
         if start % 3 == 0:
             two.seal()
         for reader in readers:

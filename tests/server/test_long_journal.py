@@ -44,6 +44,7 @@ def evaluated_step(port, run_id):
     return answer.json().get("last_step")
 
 
+@pytest.mark.nightly
 def test_ten_thousand_small_reports_of_one_run_are_evaluated_within_256_mib(tmp_path):
     with serving(tmp_path, seal_interval_seconds=1e6) as (process_id, port), Connection(port) as connection:
         register(port, "r1", TINY, 1)
