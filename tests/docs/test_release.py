@@ -2,13 +2,13 @@
 
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 import venv
 
 import pytest
 
+from tests.forking import TORCH, run_forked
 from tools.release import DISTRIBUTIONS, MISTYPED, OPTIMIZING, OURS, ROOT, TYPED, untyped
 
 
@@ -34,12 +34,12 @@ def test_the_optimizers_work_where_nothing_else_of_ours_is():
     (page,) = re.findall(r"```python\n(.*?)```", (ROOT / "agent" / "README.md").read_text(), re.DOTALL)
     blocked = "".join(f"sys.modules[{name!r}] = None\n" for name in OURS if name != "collage_optim")
     code = f"import sys\n{blocked}{OPTIMIZING}{page}"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    done = run_forked(TORCH, "-W", "error", "-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("torch.float64 ['coupled-7'"), done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_strict_scripts_pass_against_what_the_wheels_install(tmp_path):
     """Installed as the wheels are: their packages, side by side, before what this environment has."""
     venv.create(tmp_path / "own")

@@ -49,7 +49,7 @@ def built(tmp_path_factory):
     return sorted((folder / "site").rglob("*.html"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_site_asks_no_other_host(built):
     assert len(built) > 60
     for page in built:
