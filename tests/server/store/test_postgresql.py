@@ -61,19 +61,13 @@ def reopen(store, database):
     yield from reopening(store, lambda: opened(database))
 
 
-class TestPostgresql(
-    StoreContract,
-    SealingContract,
-    SealedContract,
-    PartsContract,
-    RanksContract,
-    EventsContract,
-    IncidentsContract,
-    ReplicasContract,
-    LifeContract,
-    SecondWritersContract,
-):
-    """The contract on PostgreSQL."""
+class TestPostgresql(StoreContract, SealingContract, EventsContract, IncidentsContract, LifeContract):
+    """The contract on PostgreSQL; parts and sealed runs there by day, too: in `test_archived_elsewhere`."""
+
+
+@pytest.mark.nightly
+class TestPostgresqlRest(SealedContract, PartsContract, RanksContract, ReplicasContract, SecondWritersContract):
+    """What is merged of what was read, which is the same code on every database."""
 
 
 class TestPostgresqlLaws(LawsContract):

@@ -45,7 +45,7 @@ OF_RUNS = tuple(
     for table in schema.metadata.sorted_tables
     if isinstance(has_default(table), ColumnDefault) and table not in OF_SERVER
 )
-SAMPLE = 6
+SAMPLE = 2
 """Flips of each column by day; there are 17,000 in all."""
 IN_AN_INDEX = {schema.point_chunk: ("point_count", "first_step", "last_step"), schema.entry: ("key",)}
 """A disk damages either the row, which is compared with its check, or the entry of the index, which the check of
