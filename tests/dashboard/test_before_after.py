@@ -24,9 +24,12 @@ class Raised(GeneratedRun):
         return super().scalars(step) | {"learning_rate": rate, "loss": 2.5}
 
 
+RAISED = Raised("raised", "plus", run_id="run-raised", steps=2000)
+
+
 @pytest.fixture
 def raised(server):
-    server.runs["run-raised"] = Raised("raised", "plus", run_id="run-raised", steps=2000)
+    server.runs["run-raised"] = RAISED
     return View(page="run", runs=("run-raised",))
 
 

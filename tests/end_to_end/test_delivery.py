@@ -88,7 +88,12 @@ def test_a_report_of_two_million_numbers_arrives_whole(server, client, tmp_path)
 
 @pytest.mark.parametrize(
     ("resume", "exists", "accepted"),
-    [("never", False, True), ("never", True, False), ("must", False, False), ("must", True, True)],
+    [
+        pytest.param("never", False, True, marks=pytest.mark.nightly),
+        ("never", True, False),
+        ("must", False, False),
+        pytest.param("must", True, True, marks=pytest.mark.nightly),
+    ],
 )
 def test_resume_is_what_was_asked_for(server, client, resume, exists, accepted):
     if exists:

@@ -139,13 +139,15 @@ def lost(run, first, last):
     return percent(total["lost"] / (total["elements"] - total["idle"]))
 
 
+CURED = Jumping("cured", "plus", steps=2000, run_id="cured")
+
+
 @pytest.mark.parametrize("view", [{}, {"step": 800}])
 def test_before_and_after_a_cure_or_the_clicked_step_is_one_picture(server, reader, view):
-    run = Jumping("cured", "plus", steps=2000, run_id="cured")
-    server.runs["cured"] = run
+    server.runs["cured"] = CURED
     story = Story(cured=cured_at([event("attempt", 1, step=1), event("conversion", 1, step=799)]))
     figure = draw("first", "lost_update_ratio", View(page="run", runs=("cured",), **view), reader, story)
-    before, after = lost(run, 800 - 5 * run.every, 799), lost(run, 800, 2000)
+    before, after = lost(CURED, 800 - 5 * CURED.every, 799), lost(CURED, 800, 2000)
     assert figure.layout.title.text == f"{before} → {after} since step 800"
     assert figure.layout.height - figure.layout.margin.t - figure.layout.margin.b >= 155
     assert draw("first", "edq_ratio", View(page="run", runs=("cured",)), reader, story).layout.title.text is None

@@ -91,13 +91,15 @@ class FromFiles:
     test_a_deleted_run_is_invisible_at_once_and_its_rows_go_in_slices: Any = None
 
 
-class TestArchived(FromFiles, SealingContract, RanksContract, LifeContract, SecondWritersContract):
-    """Sealing, ranks merged, retention and deletion, and who logs beside the training."""
+class TestArchived(FromFiles, SealingContract, LifeContract):
+    """Sealing, retention and deletion."""
 
 
 @_nightly
-class TestArchivedRest(FromFiles, StoreContract, PartsContract, ReplicasContract, SealedContract):
-    """What stands in chunks, and what hardly seals."""
+class TestArchivedRest(
+    FromFiles, StoreContract, PartsContract, RanksContract, ReplicasContract, SealedContract, SecondWritersContract
+):
+    """What stands in chunks, what hardly seals, and ranks merged."""
 
 
 class TestArchivedLaws(LawsContract):

@@ -21,7 +21,7 @@ from collage_monitor import wire
 from tests.server.store.contract import NOW, StoreContract
 from tests.server.store.test_row_damage import questions, small_report, small_store
 
-FLIPS = 60
+FLIPS = 25
 """By day; a small database has four million bits that are not zero or describe its tables."""
 NIGHTLY_FLIPS = 2000
 """About eight minutes, others each night; a test may take fifteen."""
