@@ -124,7 +124,7 @@ def test_what_an_import_makes_is_left_to_a_new_process(tmp_path, change):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("red", [False, True])
+@pytest.mark.parametrize("red", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_room_is_as_good_as_its_tests(tmp_path, red):
     """A fault that a test sees, one of a constant, one that nobody sees; and tests that are red without one."""
     source = Path(lane.__file__).parent

@@ -20,10 +20,11 @@ SHORT = {
     "sqlite, archive": 8,
 }
 ARCHIVES = ("sqlite, archive", "postgresql, bucket")
+BY_DAY = ("sqlite", "sqlite, migration")
 
 
 @pytest.mark.parametrize(
-    "lane", [pytest.param(lane, marks=pytest.mark.nightly) if "disk" in lane else lane for lane in SHORT]
+    "lane", [lane if lane in BY_DAY else pytest.param(lane, marks=pytest.mark.nightly) for lane in SHORT]
 )
 def test_nothing_acknowledged_is_lost_or_doubled_and_nothing_half_seen(lane):
     if lane.startswith("postgresql"):

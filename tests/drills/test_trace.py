@@ -55,6 +55,7 @@ def post_reports(client, count, first=0):
         send(client, "/streams/s0/reports", wire.ReportBatch(reports=[report(seq, seq + 1)]), wire.encode_batch)
 
 
+@pytest.mark.nightly
 def test_postgresql_synchronises_its_log_before_every_answer(tmp_path):
     """Two traces, of the server and of the cluster, on one clock."""
     programs = programs_or_skip()
