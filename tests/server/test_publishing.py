@@ -59,22 +59,27 @@ def files(store):
     return store.archiving.files
 
 
-def rows(table, run_id):
-    """What an engine without a filter reads of a run: {statistic: [step, layer]}, and the steps."""
-    held = DeltaTable(table).to_pyarrow_dataset()
+def rows(table):
+    """What an engine without a filter reads, by run: the steps, and {statistic: [step, layer]}."""
     with duckdb.connect() as connection:
-        connection.register("held", held)
-        found = connection.sql(f"select * from held where run = '{run_id}' order by step, layer").arrow().read_all()
-    steps = found.column("step").to_numpy().reshape(-1, 3)
-    assert (steps == steps[:, :1]).all()
-    values = {key: found.column(key).to_numpy().reshape(-1, 3) for key in found.schema.names if key in fleet.KEYS}
-    return steps[:, 0], values
+        connection.register("held", DeltaTable(table).to_pyarrow_dataset())
+        found = connection.sql("select * from held order by run, step, layer").arrow().read_all()
+    runs, first = np.unique(found.column("run").to_numpy(), return_index=True)
+    held = {}
+    for run, own in zip(runs, np.split(np.arange(found.num_rows), first[1:]), strict=True):
+        part = found.slice(own[0], len(own))
+        steps = part.column("step").to_numpy().reshape(-1, 3)
+        assert (steps == steps[:, :1]).all()
+        known = (key for key in part.schema.names if key in fleet.KEYS)
+        held[run] = steps[:, 0], {key: part.column(key).to_numpy().reshape(-1, 3) for key in known}
+    return held
 
 
 def check(store, table):
     """The table's rows are the API's points, bit for bit, each once."""
+    held = rows(table)
     for run in fleet.FLEET:
-        steps, values = rows(table, run.run_id)
+        steps, values = held[run.run_id]
         points = layer_points(store, run.run_id, fleet.KEYS, ALL)
         assert steps.tolist() == points.steps.tolist() == list(range(1, run.steps + 1))
         assert set(values) == set(fleet.KEYS)
@@ -372,7 +377,7 @@ def test_what_a_rank_sent_late_is_in_the_same_rows(store, archived_before, publi
     reported(1)
     fleet.archive_all(store, [RANKS])
     done = publish(store, "p")
-    steps, values = rows(done.table, "ranks")
+    steps, values = rows(done.table)["ranks"]
     points = layer_points(store, "ranks", fleet.KEYS, ALL)
     assert points.ranks.tolist() == [2] * RANKS.steps
     assert steps.tolist() == points.steps.tolist() == list(range(1, RANKS.steps + 1))
