@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parents[2] / "server" / "prometheus"
     "arguments",
     [
         ("check", "rules", "collage.rules.yml"),
-        ("test", "rules", "collage.rules.test.yml"),
+        pytest.param(("test", "rules", "collage.rules.test.yml"), marks=pytest.mark.nightly),
         ("check", "config", "--syntax-only", "prometheus.yml"),
     ],
     ids=" ".join,

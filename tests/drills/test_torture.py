@@ -13,7 +13,7 @@ from tests.server.store.seaweed import program_or_skip
 pytestmark = pytest.mark.slow
 
 SHORT = {
-    "sqlite": 11,
+    "sqlite": 7,
     "sqlite, small disk": 4,
     "sqlite, migration": 6,
     "postgresql": 14,
