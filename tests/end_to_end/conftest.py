@@ -2,6 +2,8 @@
 
 import pytest
 
+from collage_monitor.client import Client
+from collage_monitor.local import read_token
 from tests.end_to_end.servers import KillableServer
 
 
@@ -12,3 +14,10 @@ def server(tmp_path):
     double.start()
     yield double
     double.kill()
+
+
+@pytest.fixture
+def client(server):
+    """Asks that server, with its own token."""
+    with Client(server.url, read_token(server.folder)) as reader:
+        yield reader

@@ -6,20 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from collage_monitor.client import Client
-from collage_monitor.local import read_token
 from collage_monitor.metrics import STATISTICS
 from collage_monitor.wire import from_number
 from tests.agent_delivery.doubles import layout, measurement
 from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def client(server):
-    with Client(server.url, read_token(server.folder)) as reader:
-        yield reader
 
 
 def begin(server, **arguments):

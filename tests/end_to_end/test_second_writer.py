@@ -5,8 +5,6 @@ import textwrap
 import collage_agent as collage
 import pytest
 
-from collage_monitor.client import Client
-from collage_monitor.local import read_token
 from tests.forking import TRAINING, fork
 from tests.waiting import until
 
@@ -23,12 +21,6 @@ EVALUATOR = textwrap.dedent(
     collage.finish()
     """
 )
-
-
-@pytest.fixture
-def client(server):
-    with Client(server.url, read_token(server.folder)) as reader:
-        yield reader
 
 
 @pytest.fixture
