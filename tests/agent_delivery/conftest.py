@@ -2,6 +2,7 @@
 
 import pytest
 from collage_agent.error_guard import raise_in_tests
+from collage_agent.session import _SESSION
 
 from tests.agent_delivery.doubles import ServerDouble
 
@@ -14,6 +15,15 @@ def no_swallowed_errors(caplog):
     raise_in_tests(False)
     swallowed = [record.getMessage() for record in caplog.get_records("call") if record.levelname == "ERROR"]
     assert swallowed == []
+
+
+@pytest.fixture(autouse=True)
+def ended():
+    """A run that a test leaves ends with it."""
+    yield
+    if _SESSION.run is not None:
+        _SESSION.run.finish(seconds=1.0)
+    _SESSION.run = None
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import copy
 import collage_agent as collage
 import pytest
 import torch
-from collage_agent.session import _SESSION
 from collage_agent.transport import MemoryTransport
 from collage_server.app import create_app
 from collage_server.settings import Settings
@@ -55,15 +54,6 @@ class Application:
 def application(tmp_path):
     with TestClient(create_app(Settings(folder=tmp_path, no_auth=True)), base_url="http://127.0.0.1") as client:
         yield Application(client)
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    yield
-    if _SESSION.run is not None:
-        _SESSION.run.finish(seconds=1.0)
-    _SESSION.run = None
-    _SESSION.waiting.clear()
 
 
 class Training:

@@ -10,7 +10,7 @@ from collage_agent.transport.report_log import ReportLog
 from collage_agent.transport.sender import Sender
 
 from collage_monitor.errors import NotAuthorised, NotFound, ServerRefusal, ServerUnreachable, Unavailable
-from collage_monitor.wire import Report, ReportBatch, ReportGap, RunCreate, decode_batch
+from collage_monitor.wire import Report, ReportBatch, ReportGap, RunCreate
 from tests.agent_delivery.doubles import QUICK, arrived, make_run
 from tests.agent_delivery.stepped import RUN_ID, Clock, Disk, Process, patch_surroundings
 from tests.agent_delivery.unreliable import UnreliableServer
@@ -63,23 +63,6 @@ def test_torn_spools_of_the_same_run_do_not_keep_what_the_run_has(tmp_path, monk
 
 def gaps_of(transport):
     return [gap for message in transport.messages if isinstance(message, ReportBatch) for gap in message.gaps]
-
-
-@pytest.mark.parametrize("status", [400, 422])
-def test_what_the_server_refuses_for_good_is_a_gap(tmp_path, server, status):
-    run = make_run(tmp_path, server_url=server.url)
-    run.started(1)
-    run.log({"loss": 1.0}, step=1)
-    until(lambda: run.reports_sent == 1)
-    server.script = [status]
-    run.log({"loss": 1.0}, step=2)
-    until(lambda: run.reports_dropped == {f"refused_{status}": 1})
-    run.log({"loss": 1.0}, step=3)
-    run.finish()
-    batches = [decode_batch(body) for _, path, _, body in server.requests if path.endswith("/reports")]
-    assert [gap for batch in batches for gap in batch.gaps] == [
-        ReportGap(first_seq=1, last_seq=1, reason=f"refused_{status}")
-    ]
 
 
 def test_a_damaged_spool_arrives_without_what_was_damaged(tmp_path):

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from collage_monitor.wire import AttemptCreate, ReportBatch, decode_batch, decode_message
+from collage_monitor.wire import AttemptCreate, ReportBatch, ReportGap, decode_batch, decode_message
 from tests.agent_delivery.doubles import ServerDouble, make_run, measurement
 from tests.waiting import until
 
@@ -86,7 +86,7 @@ def test_retry_after_is_respected(tmp_path, server):
 
 
 @pytest.mark.parametrize("status", [400, 409, 413, 422])
-def test_a_refused_report_is_dropped_and_counted(tmp_path, server, status, caplog):
+def test_a_refused_report_is_dropped_and_counted_and_told_as_a_gap(tmp_path, server, status, caplog):
     run = make_run(tmp_path, server_url=server.url)
     run.started(1)
     run.log({"loss": 1.0}, step=1)
@@ -98,6 +98,9 @@ def test_a_refused_report_is_dropped_and_counted(tmp_path, server, status, caplo
     run.finish()
     assert sorted(set(server.steps())) == [1, 3]
     assert caplog.text.count("as the script says") == 1
+    batches = [decode_batch(body) for _, path, _, body in server.requests if path.endswith("/reports")]
+    gap = ReportGap(first_seq=1, last_seq=1, reason=f"refused_{status}")
+    assert [told for batch in batches for told in batch.gaps] == [gap]
 
 
 def test_a_server_that_lost_the_stream_is_told_again_and_the_log_tells_once(tmp_path, server, caplog):

@@ -9,7 +9,6 @@ import torch
 from collage_agent.launch.identity import make_identity
 from collage_agent.run import Run
 from collage_agent.run_settings import is_second_writers, read_settings
-from collage_agent.session import _SESSION
 from collage_agent.transport import MemoryTransport
 from collage_agent.transport.sender import send_folder
 from torch import nn
@@ -25,11 +24,6 @@ def clean(monkeypatch):
     for name in list(os.environ):
         if name.startswith("COLLAGE_"):
             monkeypatch.delenv(name)
-    yield
-    if _SESSION.run is not None:
-        _SESSION.run.finish(seconds=1.0)
-    _SESSION.run = None
-    _SESSION.waiting.clear()
 
 
 def beside(folder, transport=None, role="evaluator", run_id="r1", **arguments):

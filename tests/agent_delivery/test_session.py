@@ -27,11 +27,6 @@ def clean(tmp_path, monkeypatch):
         if name.startswith("COLLAGE_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("COLLAGE_DIR", str(tmp_path))
-    yield
-    if _SESSION.run is not None:
-        _SESSION.run.finish(seconds=1.0)
-    _SESSION.run = None
-    _SESSION.waiting.clear()
 
 
 def small_training():

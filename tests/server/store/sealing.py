@@ -20,6 +20,7 @@ from collage_monitor.statistics import reduce_steps
 from tests.server.reads import layer_points, model_points, scalar_points
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create
 from tests.server.store.contract import LIMITS, NOW
+from tests.server.store.laws import killed_after
 from tests.server.store.ranks import Senders
 from tests.server.store.seen import ALL, plain, rows, seal_all, seen, unchanged
 from tests.waiting import beside
@@ -304,23 +305,9 @@ class SealingContract(Senders):
 
 def sealed_until(store, allowed, run_id="r1"):
     """How many parts a process seals that is killed after so many transactions; None: it was killed."""
-    writing, left = store.writing, [allowed]
-
-    @contextmanager
-    def counted():
-        if left[0] == 0:
-            raise InterruptedError("killed")
-        left[0] -= 1
-        with writing() as connection:
-            yield connection
-
-    store.writing = counted
-    try:
+    with killed_after(store, allowed):
         return store.sealing.seal(run_id, NOW)
-    except InterruptedError:
-        return None
-    finally:
-        store.writing = writing
+    return None
 
 
 def blocks(connection):
