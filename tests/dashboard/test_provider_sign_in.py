@@ -193,16 +193,6 @@ def test_the_token_of_a_session_never_reaches_the_browser(server, provider, api)
         assert secret.decode() not in str(shown.headers)
 
 
-def test_a_session_id_from_before_is_worth_nothing(server, provider):
-    browser = server.test_client()
-    browser.set_cookie("collage_session", "chosen-by-somebody-else")
-    answer = browser.get(way_back(provider, begin(browser)))
-    assert "chosen-by-somebody-else" not in str(answer.headers)
-    other = server.test_client()
-    other.set_cookie("collage_session", "chosen-by-somebody-else")
-    assert layout(other).status_code == 401
-
-
 def test_a_session_of_somebody_else_does_not_become_that_of_who_signs_in(server, provider, api):
     """As an attacker would: sign in, and leave the own session in the victim's browser."""
     attacker, victim = server.test_client(), server.test_client()
@@ -339,16 +329,6 @@ def test_who_signs_out_of_a_session_that_is_over_is_out(server, provider, api):
     for _ in range(2):
         answer = browser.post("/sign-out")
         assert (answer.status_code, answer.headers["Location"]) == (303, "/sign-in")
-
-
-def test_the_provider_ends_the_session_behind_the_back(server, provider, api):
-    browser, _ = sign_in(server, provider)
-    assert layout(browser).status_code == 200
-    token = provider.signed(provider.log_out_claims(sub="ada"))
-    assert api.client.post("/api/v1/back-channel-log-out", data={"logout_token": token}).status_code == 200
-    for _ in range(2):
-        assert layout(browser).status_code == 401
-    assert browser.get("/").headers["Location"].startswith("/sign-in")
 
 
 def test_a_token_signs_in_as_ever(server, api):

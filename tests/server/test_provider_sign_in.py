@@ -55,12 +55,6 @@ def test_what_a_principal_may_is_narrowed_to_what_a_route_needs():
     assert everywhere.narrowed("any") == Principal("ada", "read", None)
 
 
-def test_a_sign_in_is_begun_by_a_dashboard(guarded):
-    assert status(guarded, None, "/api/v1/sign-in", "POST") == 401
-    assert status(guarded, guarded.token("ingest", ["mine"])[0], "/api/v1/sign-in", "POST") == 403
-    assert guarded.ask("GET", "/api/v1/sign-in", None).json() == {"provider": "localhost"}
-
-
 def test_who_is_refused_has_no_session(guarded, provider):
     provider.person("eve", ["strangers"])
     answer = answered(guarded, provider, "eve")
