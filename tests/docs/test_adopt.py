@@ -51,6 +51,7 @@ def test_the_readmes_cure_takes_the_readers_optimizer():
     assert optimizer.param_groups[0]["lr"] == 1e-5
 
 
+@pytest.mark.nightly
 def test_the_hugging_face_trainer_trains_with_it(tmp_path):
     transformers = pytest.importorskip("transformers")
     size = transformers.GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1)
@@ -71,6 +72,7 @@ def test_the_hugging_face_trainer_trains_with_it(tmp_path):
     assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.0, 0.0]
 
 
+@pytest.mark.nightly
 def test_lightning_takes_it():
     pytest.importorskip("lightning")
     kind = ran(blocks(PAGE)[7])["Model"]
