@@ -70,7 +70,7 @@ class Costs:
             self._path.write_text("\n".join(lines) + "\n")
         rooms: dict[str, float] = defaultdict(float, {"tests/forking.py": self._shared})
         for name, seconds in self._seconds.items():
-            rooms["/".join(name.split("/")[:2])] += seconds
+            rooms["/".join(name.partition("::")[0].split("/")[:2])] += seconds
         terminalreporter.section("CPU seconds")
         terminalreporter.line(
             f"{sum(rooms.values()):.0f} in all: "

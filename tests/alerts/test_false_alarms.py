@@ -1,5 +1,5 @@
-"""Healthy trainings wake nobody, sick ones the right alert: one here, resumes in
-`test_both_evaluations`, all of them in the nightly lane."""
+"""Healthy trainings wake nobody, sick ones the right alert, in the nightly lane; by day one training in
+`test_both_evaluations`."""
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ def check(kind, seed):
     return [name for name, _, _ in fired]
 
 
+@pytest.mark.nightly
 def test_what_plain_bf16_loses_at_a_good_edq_wakes_by_default():
     fired = check("plain bf16 at a high rate", seed=1)
     assert [name for name in fired if ALERTS[name].on_by_default] == ["CollageUpdatesLost"]

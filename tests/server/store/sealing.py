@@ -61,19 +61,6 @@ class SealingContract(Senders):
         assert seal_all(store) == 0
         unchanged(before, seen(store))
 
-    def test_what_a_killed_server_has_sealed_leaves_the_journal(self, store):
-        """Wherever it is killed, among the deletions of a sealed part's reports, too; what is not due stays."""
-        for number in range(100):
-            run_id = f"r{number}"
-            self.send(store, self.fill(store, run_id, f"s{number}"), range(40))
-            sealed = sealed_until(store, 3 * number, run_id)
-            seal_all(store, run_id)
-            assert rows(store, schema.report) == 8 * (number + 1)
-            if sealed is not None:
-                break
-        assert sealed == 1
-        assert number > 5
-
     def test_a_run_without_layers_has_whole_chunks_and_no_rows_of_layers(self, store, monkeypatch):
         """What is small waits for the whole chunk, which then is one commit, and one that empties the journal."""
         store.sealing.limits = SealLimits()
@@ -213,28 +200,6 @@ class SealingContract(Senders):
         assert max(written) == LIMITS.slice_rows
         assert sum(written) == rows(store, schema.layer_chunk) + rows(store, schema.model_chunk)
 
-    def test_coarse_levels_made_anew_are_seen_whole_or_not_at_all(self, store):
-        """A late rank changes a chunk; stopped after any transaction, every coarse answer has the same sums."""
-        first, second = self.ranks(store, 2)
-        self.send(store, first, range(1, 65))
-        seal_all(store)
-        self.send(store, second, range(1, 65), 1)
-        for allowed in range(200):
-            sealed = sealed_until(store, allowed)
-            for points in (2, 64):
-                model = model_points(store, "r1", ["lost"], Selection(points=points))
-                assert reduce_steps(model.totals)["lost"] == 64 * 180.0
-                layers = layer_points(store, "r1", ["lost"], Selection(points=points))
-                assert reduce_steps(layers.totals)["lost"].tolist() == [64 * 30.0, 64 * 60.0, 64 * 90.0]
-            if sealed == 0:
-                break
-        assert model_points(store, "r1", ["lost"], Selection(points=2)).counts.tolist() == [16] * 4
-        assert allowed > 20
-        with store.engine.connect() as connection:
-            coarse = select(schema.layer_chunk.c.level, schema.layer_chunk.c.chunk, schema.layer_chunk.c.part)
-            held = connection.execute(coarse.where(schema.layer_chunk.c.level > 1).distinct()).all()
-        assert sorted(map(tuple, held)) == [(level, chunk, 1) for level in (16, 256) for chunk in (0, 1)]
-
     def test_reports_arriving_while_a_part_is_built_are_kept(self, store):
         stream = self.fill(store)
         self.send(store, stream, range(1, 33))
@@ -301,6 +266,45 @@ class SealingContract(Senders):
         with beside(lambda: found.append(model_points(store, "r1", ["lost"], ALL).steps.tolist())):
             seal_all(store)
         assert all(steps == list(range(1, 65)) for steps in found)
+
+
+class KilledContract(Senders):
+    """Sealing that ends after each transaction: by day on SQLite, by night wherever the store is."""
+
+    def test_what_a_killed_server_has_sealed_leaves_the_journal(self, store):
+        """Wherever it is killed, among the deletions of a sealed part's reports, too; what is not due stays."""
+        for number in range(100):
+            run_id = f"r{number}"
+            self.send(store, self.fill(store, run_id, f"s{number}"), range(40))
+            sealed = sealed_until(store, 3 * number, run_id)
+            seal_all(store, run_id)
+            assert rows(store, schema.report) == 8 * (number + 1)
+            if sealed is not None:
+                break
+        assert sealed == 1
+        assert number > 5
+
+    def test_coarse_levels_made_anew_are_seen_whole_or_not_at_all(self, store):
+        """A late rank changes a chunk; stopped after any transaction, every coarse answer has the same sums."""
+        first, second = self.ranks(store, 2)
+        self.send(store, first, range(1, 65))
+        seal_all(store)
+        self.send(store, second, range(1, 65), 1)
+        for allowed in range(200):
+            sealed = sealed_until(store, allowed)
+            for points in (2, 64):
+                model = model_points(store, "r1", ["lost"], Selection(points=points))
+                assert reduce_steps(model.totals)["lost"] == 64 * 180.0
+                layers = layer_points(store, "r1", ["lost"], Selection(points=points))
+                assert reduce_steps(layers.totals)["lost"].tolist() == [64 * 30.0, 64 * 60.0, 64 * 90.0]
+            if sealed == 0:
+                break
+        assert model_points(store, "r1", ["lost"], Selection(points=2)).counts.tolist() == [16] * 4
+        assert allowed > 20
+        with store.engine.connect() as connection:
+            coarse = select(schema.layer_chunk.c.level, schema.layer_chunk.c.chunk, schema.layer_chunk.c.part)
+            held = connection.execute(coarse.where(schema.layer_chunk.c.level > 1).distinct()).all()
+        assert sorted(map(tuple, held)) == [(level, chunk, 1) for level in (16, 256) for chunk in (0, 1)]
 
 
 def sealed_until(store, allowed, run_id="r1"):

@@ -318,6 +318,7 @@ def test_servers_that_pack_the_same_points_at_once_do_not_fail_on_each_other(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_servers_that_archive_one_run_at_once_make_no_point_visible_twice(opened, database, tmp_path, bucket):
     servers = [opened(database, Bucket(bucket, tmp_path / f"{number}", 2**20)) for number in range(3)]
     fill(servers[0], 9 * CHUNK + 5)

@@ -20,7 +20,7 @@ from tests.server.store.parts import PartsContract
 from tests.server.store.ranks import RanksContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealed import SealedContract
-from tests.server.store.sealing import SealingContract
+from tests.server.store.sealing import KilledContract, SealingContract
 from tests.server.store.second_writers import SecondWritersContract
 
 pytestmark = pytest.mark.slow
@@ -97,7 +97,14 @@ class TestArchived(FromFiles, SealingContract, LifeContract):
 
 @_nightly
 class TestArchivedRest(
-    FromFiles, StoreContract, PartsContract, RanksContract, ReplicasContract, SealedContract, SecondWritersContract
+    FromFiles,
+    StoreContract,
+    KilledContract,
+    PartsContract,
+    RanksContract,
+    ReplicasContract,
+    SealedContract,
+    SecondWritersContract,
 ):
     """What stands in chunks, what hardly seals, and ranks merged."""
 

@@ -21,7 +21,7 @@ from tests.server.store.parts import PartsContract
 from tests.server.store.ranks import RanksContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealed import SealedContract
-from tests.server.store.sealing import SealingContract
+from tests.server.store.sealing import KilledContract, SealingContract
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +84,12 @@ class TestArchivedElsewhere(test_archived.FromFiles, PartsContract, SealedContra
 
 @_nightly
 class TestArchivedElsewhereRest(
-    test_archived.FromFiles, StoreContract, SealingContract, LifeContract, RanksContract, ReplicasContract
+    test_archived.FromFiles,
+    StoreContract,
+    SealingContract,
+    KilledContract,
+    LifeContract,
+    RanksContract,
+    ReplicasContract,
 ):
     """Everything else."""

@@ -33,7 +33,7 @@ from tests.server.store.postgresql import SETTINGS, Cluster, programs_or_skip
 from tests.server.store.ranks import RanksContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealed import SealedContract
-from tests.server.store.sealing import SealingContract
+from tests.server.store.sealing import KilledContract, SealingContract
 from tests.server.store.second_writers import SecondWritersContract
 from tests.server.store.seen import rows, seal_all, seen, unchanged
 from tests.waiting import PATIENCE_SECONDS, at_once, beside, until
@@ -66,14 +66,16 @@ class TestPostgresql(StoreContract, SealingContract, EventsContract, IncidentsCo
 
 
 @pytest.mark.nightly
-class TestPostgresqlRest(SealedContract, PartsContract, RanksContract, ReplicasContract, SecondWritersContract):
+class TestPostgresqlRest(
+    KilledContract, SealedContract, PartsContract, RanksContract, ReplicasContract, SecondWritersContract
+):
     """What is merged of what was read, which is the same code on every database."""
 
 
 class TestPostgresqlLaws(LawsContract):
     """The store's life on PostgreSQL."""
 
-    lives = 6
+    lives = 3
 
 
 def test_the_migrated_schema_is_that_of_the_code(store):

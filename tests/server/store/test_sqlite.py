@@ -28,7 +28,7 @@ from tests.server.store.parts import PartsContract
 from tests.server.store.ranks import RanksContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealed import SealedContract
-from tests.server.store.sealing import SealingContract
+from tests.server.store.sealing import KilledContract, SealingContract
 
 
 def opened(path):
@@ -103,7 +103,7 @@ class TestSqlite(StoreContract, EventsContract, IncidentsContract, ReplicasContr
 
 
 @pytest.mark.slow
-class TestSqliteSealing(SealingContract, SealedContract, PartsContract, RanksContract):
+class TestSqliteSealing(SealingContract, KilledContract, SealedContract, PartsContract, RanksContract):
     """Sealing and sealed runs on SQLite."""
 
 
