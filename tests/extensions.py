@@ -40,8 +40,6 @@ def run_with(examples: list[str], script: str, folder: Path) -> subprocess.Compl
     """
     for name in examples:
         install(_ROOT / "examples" / name, folder / "packages")
-    # The script must not find this machine's settings, such as a server's address.
-    settings = {key: value for key, value in os.environ.items() if not key.startswith("COLLAGE_")}
     packages = str(folder / "packages")
     return run_forked(
         TORCH,
@@ -49,6 +47,6 @@ def run_with(examples: list[str], script: str, folder: Path) -> subprocess.Compl
         "error",
         "-c",
         f"import sys; sys.path.insert(1, {packages!r})\n{script}",
-        environment={**settings, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1"},
+        environment={**os.environ, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1"},
         folder=_ROOT,
     )

@@ -1,7 +1,6 @@
 """A process that logs to a run beside its training: what it sends, what it never sends, and when it waits."""
 
 import logging
-import os
 
 import collage_agent as collage
 import pytest
@@ -17,13 +16,6 @@ from collage_monitor.errors import NotFound, ServerRefusal
 from collage_monitor.wire import AttemptCreate, ReportBatch, RunCreate, RunUpdate, StreamCreate
 from tests.agent_delivery.doubles import NO_ENVIRONMENT, make_run, settings
 from tests.waiting import until
-
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith("COLLAGE_"):
-            monkeypatch.delenv(name)
 
 
 def beside(folder, transport=None, role="evaluator", run_id="r1", **arguments):

@@ -1,7 +1,6 @@
 """The public face with a real training: init, watch, log, finish, and what a process does around them."""
 
 import gc
-import os
 import textwrap
 import threading
 
@@ -23,9 +22,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def clean(tmp_path, monkeypatch):
-    for name in list(os.environ):
-        if name.startswith("COLLAGE_"):
-            monkeypatch.delenv(name)
     monkeypatch.setenv("COLLAGE_DIR", str(tmp_path))
 
 

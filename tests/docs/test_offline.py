@@ -45,9 +45,14 @@ def node(python, tmp_path):
     }.items():
         (programs / name).write_text(f"#!/bin/sh\n{words}\n")
         (programs / name).chmod(0o755)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
     path = f"{programs}:{os.environ['PATH']}"
-    environment = {**kept, "PATH": path, "HOME": str(tmp_path), "SLURM_JOB_NAME": "finetune", "SLURM_JOB_ID": "17"}
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "HOME": str(tmp_path),
+        "SLURM_JOB_NAME": "finetune",
+        "SLURM_JOB_ID": "17",
+    }
 
     def call(script, **more):
         text = script.replace("/shared/collage", str(tmp_path / "shared"))

@@ -21,7 +21,7 @@ def test_the_readme_says_over_how_many_steps_the_beginning_was_measured():
     assert f"first {first_steps.STEPS} steps" in README
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_agents_cost_is_a_part_of_the_watched_training_and_holds_the_first_measured_step(monkeypatch):
     monkeypatch.setattr(_training, "LAYERS", 2)
     monkeypatch.setattr(first_steps, "WARM_UP", 1)

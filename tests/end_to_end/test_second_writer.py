@@ -1,4 +1,4 @@
-"""An evaluator in a process of its own against a real server: late, resumed, two at once, after the end; killed."""
+"""An evaluator in a process of its own against a real server: late, resumed, two at once, after the end."""
 
 import textwrap
 
@@ -75,39 +75,3 @@ def test_evaluators_beside_a_training_and_after_it(server, client, evaluate):
     assert sorted(curve(client, "loss")) == list(range(1, 801))
     run = client.run("r1")
     assert (run.state, run.last_step, [entry.attempt for entry in run.attempts]) == ("finished", 800, [1, 2])
-
-
-def test_both_writers_lose_nothing_where_the_server_is_killed(server, client):
-    run = collage.init("p", run_id="r1", server_url=server.url, dir=server.folder)
-    script = textwrap.dedent(
-        """
-        import sys, time
-        import collage_agent as collage
-        run = collage.init(run_id="r1", role="evaluator", server_url=sys.argv[1], dir=sys.argv[2])
-        for step in range(2000, 0, -1):
-            collage.log({"accuracy": 1 / step}, step=step)
-            time.sleep(0.002)
-        while run.reports_spooled:
-            time.sleep(0.05)
-        collage.finish()
-        print(run.reports_sent, run.reports_dropped)
-        """
-    )
-    path = server.folder / "evaluate.py"
-    path.write_text(script)
-    process = fork(TRAINING, path, server.url, server.folder)
-    for kill in range(3):
-        before = run.reports_sent
-        for step in range(1000 * kill + 1, 1000 * kill + 1001):
-            collage.log({"loss": 1 / step}, step=step)
-        until(lambda before=before: run.reports_sent > before)
-        server.kill()
-        server.start()
-    until(lambda: run.reports_spooled == 0, "an empty spool")
-    collage.finish()
-    output, errors = process.communicate()
-    assert process.returncode == 0, f"{output}{errors}"
-    assert output.splitlines()[-1] == "2000 {}"
-    assert curve(client) == {step: 1 / step for step in range(1, 2001)}
-    assert curve(client, "loss") == {step: 1 / step for step in range(1, 3001)}
-    assert {stream.attempt: stream.reports for stream in client.streams("r1").streams} == {1: 3000, -1: 2000}

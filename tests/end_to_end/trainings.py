@@ -23,9 +23,8 @@ class Outcome:
 
 def start_training(*arguments, **settings):
     """A training process; settings are COLLAGE_ variables without their prefix."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
     chosen = {f"COLLAGE_{name.upper()}": str(value) for name, value in settings.items()}
-    return fork(TRAINING, SCRIPT, *arguments, environment=clean | chosen)
+    return fork(TRAINING, SCRIPT, *arguments, environment={**os.environ, **chosen})
 
 
 def train(*arguments, **settings):

@@ -20,17 +20,13 @@ def running():
         yield provider
 
 
-def anew(provider):
-    """Honest, with its two people."""
-    provider.begin_anew()
-    provider.person("ada", ["team-a", "everyone"])
-    provider.person("root", ["admins", "team-a"])
-    return provider
-
-
 @pytest.fixture
 def provider(running):
-    return anew(running)
+    """Honest, with its two people."""
+    running.begin_anew()
+    running.person("ada", ["team-a", "everyone"])
+    running.person("root", ["admins", "team-a"])
+    return running
 
 
 @contextmanager

@@ -338,13 +338,9 @@ def test_a_provider_that_is_away_is_not_asked_again_and_again(asked, provider, p
     known.age.now += 5.0
     for name in ("unknown-1", "unknown-2", "unknown-3"):
         with pytest.raises(BadRequest):
-            known.log_out(partial(signed_by, name), sub="ada")
+            known.log_out(lambda p, c, name=name: p.signed(c, kid=name), sub="ada")
     assert provider.asked.count(path) == 3
     assert known.log_out(sub="ada").subject == "ada"
-
-
-def signed_by(name, provider, claims):
-    return provider.signed(claims, kid=name)
 
 
 @pytest.mark.parametrize(

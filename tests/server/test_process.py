@@ -30,10 +30,9 @@ def serving(folder, *flags, stderr=None, **settings):
 
     stderr: an open file for its standard error, which is told at its end otherwise.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
     limits, variables = limits_and_variables(settings)
     words = ["-m", "tests.server.limited", limits, *SERVES, "--dir", str(folder), "--port", "0", *flags]
-    environment |= variables
+    environment = {**os.environ, **variables}
     if stderr is None:
         process = fork(SERVER, *words, environment=environment)
         output = process.stdout

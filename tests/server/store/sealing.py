@@ -309,9 +309,10 @@ class KilledContract(Senders):
 
 def sealed_until(store, allowed, run_id="r1"):
     """How many parts a process seals that is killed after so many transactions; None: it was killed."""
+    sealed: list[int] = []
     with killed_after(store, allowed):
-        return store.sealing.seal(run_id, NOW)
-    return None
+        sealed.append(store.sealing.seal(run_id, NOW))
+    return sealed[0] if sealed else None
 
 
 def blocks(connection):

@@ -112,4 +112,4 @@ class TestArchivedRest(
 class TestArchivedLaws(LawsContract):
     """The store's life, with files."""
 
-    lives = 6
+    lives = 4
