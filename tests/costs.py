@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forking import zygotes
+from tests.forking import FORKED_FROM
 
 __all__ = ["BUDGET_SECONDS", "Costs", "cpu_seconds", "explained"]
 
@@ -23,11 +23,14 @@ CERTAIN = 4
 """Times the budget: more than a busy machine explains."""
 _LEDGER = Path(__file__).with_suffix(".toml")
 _TICKS = os.sysconf("SC_CLK_TCK")
-_PROPERTY, _SHARED = "cpu_seconds", "shared_cpu_seconds"
+_PROPERTY = "cpu_seconds"
 
 
 def cpu_seconds() -> float:
-    """CPU seconds so far of this process, of all that it started and waited for, and of all that still runs."""
+    """CPU seconds so far of this process, of all that it started and waited for, and of all that still runs.
+
+    What the processes import that programs are forked from is left out, as collecting is: any test may come first.
+    """
     return sum(map(_of_process, _family(os.getpid()))) / _TICKS
 
 
@@ -43,33 +46,28 @@ class Costs:
     def __init__(self, path: Path | None):
         self._path = path
         self._seconds: dict[str, float] = {}
-        self._shared = 0.0
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item):
-        self._begun = cpu_seconds(), zygotes.seconds
+        self._begun = cpu_seconds()
         return (yield)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item, call):
         if call.when == "teardown":
-            begun, others = self._begun
-            shared = zygotes.seconds - others
-            item.user_properties += [(_PROPERTY, cpu_seconds() - begun - shared), (_SHARED, shared)]
+            item.user_properties.append((_PROPERTY, cpu_seconds() - self._begun))
 
     def pytest_runtest_logreport(self, report):
         if report.when == "teardown":
-            told = dict(report.user_properties)
-            self._seconds[report.nodeid] = told.get(_PROPERTY, 0.0)
-            self._shared += told.get(_SHARED, 0.0)
+            self._seconds[report.nodeid] = dict(report.user_properties).get(_PROPERTY, 0.0)
 
     def pytest_terminal_summary(self, terminalreporter):
-        if not self._seconds or hasattr(terminalreporter.config, "workerinput"):
+        if not self._seconds:
             return
         if self._path:
             lines = (f"{seconds:.2f} {name}" for name, seconds in sorted(self._seconds.items()))
             self._path.write_text("\n".join(lines) + "\n")
-        rooms: dict[str, float] = defaultdict(float, {"tests/forking.py": self._shared})
+        rooms: dict[str, float] = defaultdict(float)
         for name, seconds in self._seconds.items():
             rooms["/".join(name.partition("::")[0].split("/")[:2])] += seconds
         terminalreporter.section("CPU seconds")
@@ -131,4 +129,5 @@ def _of_process(process: int) -> int:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0
-    return sum(map(int, fields[11:15]))
+    # Its own time and, from the third on, that of those it has waited for.
+    return sum(map(int, fields[13 if process in FORKED_FROM else 11 : 15]))

@@ -29,6 +29,7 @@ from pathlib import Path
 from tests.waiting import PATIENCE_SECONDS
 
 __all__ = [
+    "FORKED_FROM",
     "SERVER",
     "SERVICES",
     "TORCH",
@@ -38,12 +39,11 @@ __all__ = [
     "fork",
     "run_command",
     "run_forked",
-    "zygotes",
 ]
 
 TORCH = ("numpy", "torch", "torch.distributed")
 """For a program that imports the agent itself. One zygote for each such list stands in every process of pytest that
-asks; one of a longer list is forked from that of its beginning."""
+asks."""
 TRAINING = (
     *TORCH,
     "torch.distributed.fsdp",
@@ -64,6 +64,8 @@ SERVER = (
 SERVICES = (*SERVER, "collage_dashboard.command", "waitress.server")
 """Where dashboards start, too."""
 
+FORKED_FROM: set[int] = set()
+"""Ids of the processes that programs are forked from: what those import is no cost of the test that comes first."""
 _ROOT = Path(__file__).parents[1]
 _LARGEST_ORDER_BYTES = 2**17
 
@@ -155,32 +157,33 @@ class Program:
 
 
 class _Zygote:
-    """This side of a process that forks on order; it ends with its socket."""
+    """This side of a process that forks on order; it ends with its socket.
 
-    def __init__(self, imports):
+    above: one that has imported the first of these names, from which it is forked.
+    """
+
+    def __init__(self, imports, above=None):
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = None
-        shorter = next((known for known in (SERVER, TORCH) if imports[: len(known)] == known != imports), None)
         with theirs:
-            if shorter:
-                socket.send_fds(
-                    _zygote(shorter)._orders, [json.dumps({"imports": imports}).encode()], [theirs.fileno()]
-                )
-            else:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.forking", str(theirs.fileno()), *imports],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    cwd=_ROOT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                )
+            if above is not None:
+                order = json.dumps({"imports": imports}).encode()
+                socket.send_fds(above._orders, [order], [theirs.fileno()])
+                FORKED_FROM.add(int(self._orders.recv(_LARGEST_ORDER_BYTES)))
+                atexit.register(self._orders.close)
+                return
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.forking", str(theirs.fileno()), *imports],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                cwd=_ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            )
+        FORKED_FROM.add(self._process.pid)
         atexit.register(self.close)
-        zygotes.seconds += float(self._orders.recv(64))
 
     def close(self):
         self._orders.close()
-        if self._process:
-            self._process.wait()
+        self._process.wait()
 
     def start(self, order, output):
         read_status, write_status = os.pipe()
@@ -202,11 +205,10 @@ class _Zygote:
 
 @cache
 def _zygote(imports):
+    for fewer in (TORCH, SERVER):
+        if imports != fewer and imports[: len(fewer)] == fewer:
+            return _Zygote(imports, _zygote(fewer))
     return _Zygote(imports)
-
-
-zygotes = types.SimpleNamespace(seconds=0.0)
-"""CPU seconds that starting them took: a cost of the tests together, and of none."""
 
 
 def _run(arguments):
@@ -253,26 +255,30 @@ def _reap(*_):
             pass
 
 
-def main(orders, imports):
-    """Fork for each order until the other side closes the socket."""
-    for name in imports:
+def _import(names):
+    for name in names:
         importlib.import_module(name)
     gc.freeze()
-    orders.send(str(sum(os.times()[:2])).encode())
+
+
+def main(orders, imports):
+    """Fork for each order until the other side closes the socket."""
+    _import(imports)
     signal.signal(signal.SIGCHLD, _reap)
     while True:
         content, descriptors, _, _ = socket.recv_fds(orders, _LARGEST_ORDER_BYTES, 3)
         if not content:
             return
         if os.fork() == 0:
-            break
+            orders.close()
+            order = json.loads(content)
+            if "imports" not in order:
+                break
+            orders = socket.socket(fileno=descriptors.pop())
+            _import(order["imports"])
+            orders.send(str(os.getpid()).encode())
         for descriptor in descriptors:
             os.close(descriptor)
-    orders.close()
-    order = json.loads(content)
-    if "imports" in order:
-        main(socket.socket(fileno=descriptors[0]), order["imports"])
-        os._exit(0)
     output, errors, status = descriptors
     _keep(status)
     os.dup2(output, 1)

@@ -31,9 +31,6 @@ __all__ = ["guarded", "provider", "running"]
 pytestmark = [providers.MARK, pytest.mark.slow]
 
 
-# How a session ends.
-
-
 def test_a_session_ends_after_its_bound_however_much_it_is_used(guarded, provider):
     secret = signed_in(guarded, provider).secret
     for _ in range(SESSION_SECONDS // 3_000):
