@@ -32,7 +32,7 @@ BUDGETS = {
     "collage_agent": 24432,
     "collage_optim": 7205,
     "collage_server": 26623,
-    "collage_dashboard": 10143,
+    "collage_dashboard": 9836,
     "tests": 80280,
     "words of pages": 48000,
     "pages that people write": 43,

@@ -14,10 +14,11 @@ from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
-from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html
+from dash import ALL, Input, Output, State, dcc, html
 
 from collage_dashboard.components import problem_page
 from collage_dashboard.html_report import install_report
+from collage_dashboard.navigation import clientside
 from collage_dashboard.number_downloads import install_numbers
 from collage_dashboard.pages import comparison, incident, incidents, run, runs
 from collage_dashboard.pages.rail import (
@@ -228,13 +229,6 @@ def _register_routing(app: dash.Dash, reader: Reader) -> None:
         view = read_address(pathname, search)
         return render(view, reader), f"screen on-{view.page}"
 
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "retry"),
-        Output("retry-tick", "data"),
-        Input("tick", "data"),
-        State({"type": "retry", "index": ALL}, "id"),
-        prevent_initial_call=True,
-    )
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "title"), Output("page", "title"), Input("page", "children")
-    )
+    waiting = State({"type": "retry", "index": ALL}, "id")
+    clientside(app, "flow.retry", Output("retry-tick", "data"), Input("tick", "data"), waiting)
+    clientside(app, "flow.title", Output("page", "title"), Input("page", "children"), prevent_initial_call=False)

@@ -28,11 +28,11 @@ from collage_monitor.errors import CollageError, NotAuthorised
 __all__ = [
     "IDLE_MILLISECONDS",
     "LIVE_MILLISECONDS",
-    "axis_control",
     "badge",
     "card",
     "chart_card",
     "chart_note",
+    "curve_controls",
     "curve_keys",
     "embed_note",
     "filter_select",
@@ -51,12 +51,11 @@ __all__ = [
     "refresh_milliseconds",
     "refusal",
     "share_links",
+    "shown_if",
     "run_label",
     "save_buttons",
-    "scale_control",
     "segments",
     "select",
-    "smoothing_control",
     "state_badge",
     "tags_of",
     "text_of_tags",
@@ -185,6 +184,11 @@ def judgement_sign(health: str) -> html.Span:
     """The sign of a health; it is no traffic light."""
     mark, kind = judgement_mark(health)
     return html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN)
+
+
+def shown_if(there: object) -> dict[str, str]:
+    """The style of what stands there only then; its place stays, for answers that change it."""
+    return {} if there else {"display": "none"}
 
 
 def page(children: list[Any], title: str) -> html.Div:
@@ -330,20 +334,10 @@ def refresh_milliseconds(rows: Sequence[wire.RunRow], seconds: float) -> int:
     return milliseconds_after(seconds) if pending else IDLE_MILLISECONDS
 
 
-def axis_control(identifier: str, view: View) -> Any:
-    """The x axis of the curves."""
-    return segments(identifier, "Axis", {"step": "Step", "tokens": "Tokens", "time": "Time"}, view.axis)
-
-
-def scale_control(identifier: str, view: View) -> Any:
-    """The scale of the y axis: linear or logarithmic."""
-    return segments(identifier, "Scale", {"linear": "Linear", "log": "Log"}, view.scale)
-
-
-def smoothing_control(identifier: str, view: View) -> Any:
-    """How much the past weighs in logged curves."""
-    slider = dmc.Slider(
-        id=identifier,
+def curve_controls(page: str, view: View) -> list[Any]:
+    """What acts on all curves of a page: their x axis, the scale of the y axis, and how much the past weighs."""
+    smoothing = dmc.Slider(
+        id=f"{page}-smoothing",
         value=view.smoothing,
         min=0,
         max=0.99,
@@ -355,7 +349,11 @@ def smoothing_control(identifier: str, view: View) -> Any:
         updatemode="mouseup",
         thumbLabel="Smoothing of logged curves",
     )
-    return labelled("Smoothing of logged curves", slider)
+    return [
+        segments(f"{page}-axis", "Axis", {"step": "Step", "tokens": "Tokens", "time": "Time"}, view.axis),
+        segments(f"{page}-scale", "Scale", {"linear": "Linear", "log": "Log"}, view.scale),
+        labelled("Smoothing of logged curves", smoothing),
+    ]
 
 
 def menu(title: str, *parts: Any) -> html.Details:

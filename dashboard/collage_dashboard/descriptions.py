@@ -5,7 +5,6 @@ How a number reads is `collage_monitor.number_text`'s, which the terminal reads,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,24 +13,45 @@ from typing import Final
 from collage_monitor import wire
 from collage_monitor.diagnosis.words import sentence
 from collage_monitor.metrics import METRICS, SCALARS, is_metric, preferred_state, split_key
-from collage_monitor.number_text import UNDEFINED, number, value_text
-from collage_monitor.wire import Number, from_number
+from collage_monitor.number_text import UNDEFINED, value_text
+from collage_monitor.wire import Number
 
 __all__ = [
     "AXIS_TITLES",
     "Description",
+    "EVENTS",
     "STATE",
-    "byte_count",
     "describe",
     "in_few_words",
     "interval",
     "iso",
     "metric_choices",
+    "short_name",
     "state_key",
     "when",
 ]
 
 AXIS_TITLES: Final = {"step": "step", "tokens": "tokens", "time": "seconds since the first report"}
+EVENTS: Final = {
+    "attempt": "Attempt",
+    "conversion": "Weights converted",
+    "expectation": "Expectation broken",
+    "kept_otherwise": "Kept otherwise",
+    "resume_loss": "Lost at a resume",
+    "continuation": "Compared with what was saved",
+    "rank_twice": "Rank reported twice",
+    "gap": "Reports lost",
+    "reports_dropped": "Reports dropped",
+    "skipped_steps": "Steps skipped",
+    "replica_mismatch": "Replicas differ",
+    "unknown_statistics": "Statistics left out",
+    "restored": "Data restored",
+    "retention": "Retention",
+    "alert": "Alert fires",
+    "alert_resolved": "Alert ended",
+    "note": "Note",
+}
+"""What events of a run are called, by kind."""
 STATE: Final = "state_decrement_ratio"
 """The metric that must agree before anything speaks well of a run; labelled by optimizer state."""
 _USUAL_STATE: Final = f"{STATE}/exp_avg_sq"
@@ -111,16 +131,9 @@ def interval(key: str, low: Number | None, high: Number | None) -> str:
     return "" if low is None or high is None else f"{value_text(key, low)} … {value_text(key, high)}"
 
 
-def byte_count(value: Number | None) -> str:
-    """Bytes with a binary unit."""
-    if value is None or not math.isfinite(from_number(value)):
-        return number(value)
-    size, unit = from_number(value), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{number(size, 3)} {unit}"
+def short_name(name: str, most: int = 48) -> str:
+    """A name without its middle, if it has more than so many characters: names differ at their ends."""
+    return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-(most // 2) :]}"
 
 
 def iso(seconds: float) -> str:

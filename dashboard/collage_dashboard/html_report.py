@@ -18,14 +18,15 @@ from markupsafe import Markup
 
 from collage_dashboard.components import over_steps
 from collage_dashboard.descriptions import describe, interval, state_key, when
+from collage_dashboard.figures import tradeoff
 from collage_dashboard.figures.picture import picture
 from collage_dashboard.figures.style import strategy_colour
 from collage_dashboard.number_downloads import file_stem
-from collage_dashboard.pages.comparison_content import comparison_table
-from collage_dashboard.pages.comparison_curves import (
+from collage_dashboard.pages.comparison_content import (
     DEFAULT_METRIC,
     LOSS,
     charted_metrics,
+    comparison_table,
     draw_curves,
     lines_of,
     read_curves,
@@ -33,10 +34,8 @@ from collage_dashboard.pages.comparison_curves import (
 )
 from collage_dashboard.pages.run_about import facts_of
 from collage_dashboard.pages.run_content import draw
-from collage_dashboard.pages.run_marks import Story
+from collage_dashboard.pages.run_curves import Story
 from collage_dashboard.pages.strategies_content import (
-    cost_figure,
-    counterfactual_cells,
     counterfactual_table,
     strategy_styles,
     strategy_table,
@@ -57,7 +56,7 @@ from collage_monitor.run_history import read_forecast
 from collage_monitor.schedule import RateSchedule
 from collage_monitor.strategy_results import results_by_strategy, run_results
 
-__all__ = ["file_name", "install_report", "report"]
+__all__ = ["install_report", "report"]
 
 _MEASURED = ("edq_ratio", "lost_update_ratio")
 _LOGGED = ("validation_loss", "loss", "learning_rate")
@@ -108,11 +107,6 @@ def report(
     return _about_strategies(reader, chosen, left_out)
 
 
-def file_name(names: Sequence[str]) -> str:
-    """Make a valid file name for the report from the names of its runs."""
-    return f"{file_stem(names)}.html"
-
-
 def install_report(server: Flask, reader: Reader) -> None:
     """`/report?run=…`: the report on these runs, as a file to keep."""
 
@@ -126,7 +120,7 @@ def install_report(server: Flask, reader: Reader) -> None:
         except CollageError as error:
             return refusal_answer(error, 502 if run_ids else 404)
         answer = Response(text, mimetype="text/html")
-        answer.headers["Content-Disposition"] = f'attachment; filename="{file_name(names)}"'
+        answer.headers["Content-Disposition"] = f'attachment; filename="{file_stem(names)}.html"'
         return answer
 
 
@@ -227,14 +221,14 @@ def _about_strategies(reader: Reader, run_ids: Sequence[str], left_out: int) -> 
     ]
     said = recommendation(results, left_out)
     overviews = {row.run_id: row.overview for row in rows if row.overview}
-    costs = [_chart("Loss against bytes per parameter", cost_figure(results, said))]
+    costs = [_chart("Loss against bytes per parameter", tradeoff(results, chosen=said.chosen))]
     sections = [
         Section("Strategies", charts=costs, content=strategy_table(results)),
         Section("Curves", charts=curves, styles=styles),
         Section("Runs", content=comparison_table(runs, overviews)),
     ]
-    if counterfactual_cells(runs)[1]:
-        sections.append(Section(content=counterfactual_table(runs)))
+    if (kept := counterfactual_table(runs)) is not None:
+        sections.append(Section(content=kept))
     subtitle = f"{len(rows)} runs of {', '.join(dict.fromkeys(row.project for row in rows))}"
     return _rendered("Strategies", subtitle, said.brief or said.text, [said.text, *said.reasons], sections)
 

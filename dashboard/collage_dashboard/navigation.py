@@ -41,14 +41,13 @@ class Choice:
     """What a control chooses.
 
     `name`: its parameter of the address; `usual`: what it shows if the address has none, the view's default unless
-    given. `drops`: parameters that belong to the former choice. `required`: something must be chosen. `is_steps`: a
-    step or a range. `behind`: the column behind which an added one stands. `is_typed`: put there at a pause.
+    given. `drops`: parameters that belong to the former choice. `is_steps`: a step or a range. `behind`: the column
+    behind which an added one stands. `is_typed`: put there at a pause.
     """
 
     name: str
     usual: Any = None
     drops: tuple[str, ...] = ()
-    required: bool = False
     is_steps: bool = False
     behind: str = ""
     is_typed: bool = False

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import parse_qs, urlencode
 
 from dash import html
@@ -34,7 +34,7 @@ _MOST_OF_LAYERS: Final = 200
 """Points that one answer may have; more would be merged."""
 _HEADS: Final = ("run", "run_id", "metric", "layer", "first_step", "step")
 _VALUES: Final = ("value", "minimum", "maximum", "low", "high", "ranks", "expected_ranks")
-_Answer = TypeVar("_Answer", wire.Series, wire.Heatmap)
+_Answer = wire.Series | wire.Heatmap
 
 
 def numbers_address(view: View, metrics: Sequence[str], steps: Steps, *, by_layer: bool = False) -> str:
@@ -124,29 +124,23 @@ def _of_run(reader: Reader, run: wire.RunRow, metric: str, asked: _Question) -> 
     first, last = asked.first_step or 0, run.last_step or 0
     last = last if asked.last_step is None else min(asked.last_step, last)
     layer = None if describe(metric).scalar else asked.layer
-    named = [run.name, run.run_id, metric]
-    if asked.by_layer:
+    points = _MOST_OF_LAYERS if asked.by_layer else _MOST_POINTS
 
-        def ask_layers(client: Client, begin: int, end: int) -> wire.Heatmap:
-            return client.heatmap(
-                run.run_id, metric, points=_MOST_OF_LAYERS, first_step=begin, last_step=end, axis=asked.axis
-            )
+    def ask(client: Client, begin: int, end: int) -> _Answer:
+        bounds: dict[str, Any] = {"points": points, "first_step": begin, "last_step": end, "axis": asked.axis}
+        if asked.by_layer:
+            return client.heatmap(run.run_id, metric, **bounds)
+        return client.series(run.run_id, metric, layer=layer, **bounds)
 
-        for part in _whole(reader, ask_layers, first, last, _MOST_OF_LAYERS):
-            for name, values in zip(part.layers, part.values, strict=True):
-                yield from _rows([*named, name], asked.axis, part, [values])
-        return
-
-    def ask(client: Client, begin: int, end: int) -> wire.Series:
-        return client.series(
-            run.run_id, metric, layer=layer, points=_MOST_POINTS, first_step=begin, last_step=end, axis=asked.axis
-        )
-
-    for curve in _whole(reader, ask, first, last, _MOST_POINTS):
-        columns: list[Sequence[Any]] = [curve.values, curve.minimum, curve.maximum]
-        more: list[Sequence[Any] | None] = [curve.low, curve.high, curve.ranks, curve.expected_ranks]
-        columns += [column or [None] * len(curve.steps) for column in more]
-        yield from _rows([*named, layer or ""], asked.axis, curve, columns)
+    for part in _whole(reader, ask, first, last, points):
+        if isinstance(part, wire.Heatmap):
+            of_layers = [(name, [values]) for name, values in zip(part.layers, part.values, strict=True)]
+        else:
+            more = (part.low, part.high, part.ranks, part.expected_ranks)
+            columns: list[Any] = [part.values, part.minimum, part.maximum]
+            of_layers = [(layer or "", columns + [column or [None] * len(part.steps) for column in more])]
+        for name, shown in of_layers:
+            yield from _rows([run.name, run.run_id, metric, name], asked.axis, part, shown)
 
 
 def _whole(
@@ -167,9 +161,7 @@ def _whole(
     yield from _whole(reader, ask, middle + 1, last, most)
 
 
-def _rows(
-    named: Sequence[str], axis: Axis, answer: wire.Series | wire.Heatmap, columns: Sequence[Sequence[Any]]
-) -> Iterator[str]:
+def _rows(named: Sequence[str], axis: Axis, answer: _Answer, columns: Sequence[Sequence[Any]]) -> Iterator[str]:
     placed = [answer.positions] if axis != "step" else []
     for row in zip(answer.first_steps, answer.steps, *placed, *columns, strict=True):
         yield _line([*map(_text, named), *("" if cell is None else cell for cell in row)])

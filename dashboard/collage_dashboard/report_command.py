@@ -69,13 +69,13 @@ def report(
 def _write(
     server_url: str, token: str | None, runs: tuple[str, ...], output: Path | None, schedule: RateSchedule | None
 ) -> tuple[Path, list[str]]:
-    from collage_dashboard.html_report import file_name
     from collage_dashboard.html_report import report as rendered
+    from collage_dashboard.number_downloads import file_stem
 
     with Client(server_url, token, timeout_seconds=_TIMEOUT_SECONDS) as client:
         found = [find_run(client, run) for run in runs]
         ids, names = [run.run_id for run in found], [run.name for run in found]
-        path = output or Path(file_name(names))
+        path = output or Path(f"{file_stem(names)}.html")
         with progress(f"report of {len(ids)} run{'s' * (len(ids) > 1)}"):
             text = rendered(Reader(lambda: client), ids, schedule=schedule)
     try:

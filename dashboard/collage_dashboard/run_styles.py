@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from collage_dashboard.descriptions import short_name
 from collage_dashboard.figures.style import DASHES, strategy_colour
 from collage_monitor.strategies import STRATEGIES, strategy_title
 
@@ -14,12 +15,10 @@ __all__ = [
     "LineStyle",
     "NamedRun",
     "is_stochastic",
-    "short_name",
     "strategy_title",
     "styles_of",
+    "told_apart",
 ]
-
-_LABEL_CHARACTERS = 48
 
 
 class NamedRun(Protocol):
@@ -55,10 +54,15 @@ def styles_of(runs: Sequence[NamedRun]) -> list[LineStyle]:
     for extend in (_with_strategy, _with_id):
         seen = Counter(labels)
         labels = [extend(label, run) if seen[label] > 1 else label for label, run in zip(labels, runs, strict=True)]
+    return told_apart([(label, run.strategy, run.dtype) for label, run in zip(labels, runs, strict=True)])
+
+
+def told_apart(lines: Iterable[tuple[str, str | None, str | None]]) -> list[LineStyle]:
+    """A style for each (label, strategy, dtype): lines of one colour differ in their dash."""
     used: Counter[str] = Counter()
     styles = []
-    for run, label in zip(runs, labels, strict=True):
-        colour = strategy_colour(run.strategy, run.dtype)
+    for label, strategy, dtype in lines:
+        colour = strategy_colour(strategy, dtype)
         styles.append(LineStyle(label, colour, DASHES[used[colour] % len(DASHES)]))
         used[colour] += 1
     return styles
@@ -69,12 +73,6 @@ def is_stochastic(name: str | None) -> bool:
     fp32 weights are kept, of which rounding at random loses next to nothing."""
     entry = STRATEGIES.get(name or "unknown")
     return entry is not None and entry.stochastic and entry.weights != "fp32"
-
-
-def short_name(name: str) -> str:
-    """A name without its middle, if it is long: names of runs differ at their ends."""
-    half = _LABEL_CHARACTERS // 2
-    return name if len(name) <= _LABEL_CHARACTERS else f"{name[: half - 1]}…{name[-half:]}"
 
 
 def _with_strategy(label: str, run: NamedRun) -> str:

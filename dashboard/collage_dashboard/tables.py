@@ -24,7 +24,6 @@ __all__ = [
     "grid",
     "scrollable",
     "table",
-    "table_card",
     "wide_table",
 ]
 
@@ -52,11 +51,6 @@ def table(heads: Sequence[Any], rows: Iterable[Sequence[Any]], texts: Sequence[i
     head = [dmc.TableThead(line(dmc.TableTh, heads))] if heads else []
     body = dmc.TableTbody([line(dmc.TableTd, row) for row in rows])
     return dmc.Table([*head, body], **{"verticalSpacing": 4, **more})
-
-
-def table_card(shown: Any, label: str, *, title: Any = "", kind: str = "", **more: Any) -> dmc.Paper:
-    """A card of a table, which scrolls within it."""
-    return card(title, scrollable([shown], label), kind=f"comparison-table {kind}".strip(), **more)
 
 
 def wide_table(

@@ -179,21 +179,19 @@ def _written(value: Any) -> str:
 
 def _place(pathname: str, runs: Sequence[str]) -> tuple[Page, tuple[str, ...], str | None]:
     """Page, runs and incident."""
-    parts = [unquote(part) for part in pathname.split("/") if part]
-    if not parts:
-        return "first", (), None
-    if parts == ["runs"]:
-        return "runs", (), None
-    if parts == ["fleet"]:
-        return "fleet", (), None
-    if parts == ["compare"]:
-        return "compare", tuple(runs), None
-    if len(parts) == 2 and parts[0] == "run":
-        return "run", (parts[1],), None
-    if parts == ["incidents"]:
-        return "incidents", tuple(runs[:1]), None
-    if parts[0] == "incident" and len(parts) <= 2:
-        return "incident", tuple(runs[:1]), parts[1] if len(parts) == 2 else None
+    match [unquote(part) for part in pathname.split("/") if part]:
+        case []:
+            return "first", (), None
+        case ["runs" | "fleet" as page]:
+            return page, (), None
+        case ["compare"]:
+            return "compare", tuple(runs), None
+        case ["run", run]:
+            return "run", (run,), None
+        case ["incidents" | "incident" as page]:
+            return page, tuple(runs[:1]), None
+        case ["incident", incident]:
+            return "incident", tuple(runs[:1]), incident
     return "missing", (), None
 
 

@@ -5,50 +5,21 @@ Pages with charts call these between the view and `figures/`; the number of poin
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 import plotly.graph_objects as go
 
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import View
-from collage_monitor.client import Axis
 from collage_monitor.diagnosis import finite
 from collage_monitor.errors import ServerRefusal
 
-__all__ = ["POINTS", "Steps", "on_axis", "step_at", "steps_within", "with_zoom"]
+__all__ = ["POINTS", "Steps", "step_at", "steps_within", "with_zoom"]
 
 POINTS: Final = 300
 """Of a curve: as many as half a screen shows."""
 Steps = tuple[int | None, int | None]
 """First and last step to read; None: as far as there are any."""
-
-
-def on_axis(view: View, axis: Axis, reader: Reader) -> View:
-    """The view over another axis. Its zoom shows the same steps; of a run with fewer than two it shows all.
-
-    Raises:
-        CollageError: the server does not answer, or refuses the token.
-    """
-    other = replace(view, axis=axis, zoom=None)
-    if axis == view.axis or view.zoom is None:
-        return replace(view, axis=axis)
-    here, there = ({step: at for at, step in _places(seen, reader)} for seen in (view, other))
-    pairs = sorted({here[step]: there[step] for step in here.keys() & there.keys()}.items())
-    if len(pairs) < 2:
-        return other
-    first, last = (max(_carried(end, pairs), 0.0) for end in view.zoom)
-    return replace(other, zoom=(first, last))
-
-
-def _carried(place: float, pairs: Sequence[tuple[float, float]]) -> float:
-    """Where a place on one axis is on another: on the straight line through the pairs beside it."""
-    after = min(max(bisect_left(pairs, (place, -math.inf)), 1), len(pairs) - 1)
-    (here, there), (here_after, there_after) = pairs[after - 1 : after + 1]
-    return there + (place - here) / (here_after - here) * (there_after - there)
 
 
 def with_zoom(figure: go.Figure, view: View, zoom_count: int = 0) -> go.Figure:

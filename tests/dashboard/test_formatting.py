@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import collage_dashboard
+import msgspec
 import pytest
 from collage_dashboard.components import tags_of, text_of_tags
-from collage_dashboard.descriptions import byte_count, describe, in_few_words, interval, metric_choices, when
+from collage_dashboard.descriptions import describe, in_few_words, interval, metric_choices, when
+from collage_dashboard.pages.run_about import facts_of
 
 from collage_monitor import wire
 from collage_monitor.diagnosis import finite
@@ -75,7 +77,6 @@ FOR_MACHINES = {"view.py": {".15g", "g"}, "figures/heatmap.py": {".6g"}, "figure
 FOR_MACHINES["figures/picture.py"] = {",.6g", ".1f", "g"}
 """An address, what a figure is rounded to, a colour's opacity, and where the parts of a picture stand."""
 WITHOUT_A_METRIC = {
-    "pages/run_marks.py": {"g"},
     "pages/run_layers.py": {"g"},
     "pages/incident_content.py": {".3g", ".0f"},
 }
@@ -112,10 +113,10 @@ def test_counts_are_whole_and_grouped():
     assert count("NaN") == "NaN"
 
 
-def test_bytes_have_a_binary_unit():
-    assert byte_count(1536.0) == "1.50 KiB"
-    assert byte_count(3 * 2.0**40 * 1024) == "3,070 TiB"
-    assert byte_count(None) == "–"
+def test_memory_has_a_binary_unit(server):
+    logged = {"memory_bytes": wire.LoggedScalar(value=1536.0 * 2**20, step=7)}
+    run = msgspec.structs.replace(server.client().run("run-plain"), scalars=logged)
+    assert ("memory_bytes", "1,536 MiB at step 7") in facts_of(run)
 
 
 def test_an_interval_needs_both_ends():

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from collage_dashboard import create_dashboard, report_command
-from collage_dashboard.html_report import file_name, report
+from collage_dashboard.html_report import report
+from collage_dashboard.number_downloads import file_stem
 
 from collage_monitor.errors import CollageError, NotFound
 from tests.dashboard.generated import GeneratedRun
@@ -111,15 +112,15 @@ def test_an_unknown_run_and_none_at_all_are_errors(reader):
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        (["bf16 fine-tune"], "collage-bf16-fine-tune.html"),
-        (["../../etc/passwd"], "collage-etc-passwd.html"),
-        (["ß"], "collage-run.html"),
-        (["a" * 300], f"collage-{'a' * 60}.html"),
-        (["one", "two"], "collage-comparison-of-2-runs.html"),
+        (["bf16 fine-tune"], "collage-bf16-fine-tune"),
+        (["../../etc/passwd"], "collage-etc-passwd"),
+        (["ß"], "collage-run"),
+        (["a" * 300], f"collage-{'a' * 60}"),
+        (["one", "two"], "collage-comparison-of-2-runs"),
     ],
 )
 def test_a_files_name_is_made_of_letters_digits_and_dashes(names, expected):
-    assert file_name(names) == expected
+    assert file_stem(names) == expected
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from collage_dashboard.pages.run_content import draw
+from collage_dashboard.pages.run_curves import Story
 from collage_dashboard.pages.run_layers import keys_of_layers, layer_rows
-from collage_dashboard.pages.run_marks import Story
 from collage_dashboard.view import View
 
 from tests.dashboard.generated import GeneratedRun

@@ -90,7 +90,7 @@ def test_the_table_has_every_column_for_every_run(compared, overviews):
 @pytest.mark.slow
 def test_stochastic_runs_come_with_a_note_on_their_lost_share(server, reader):
     runs = server.client().compare(["run-live", "run-plain"], "edq_ratio").runs
-    assert "misjudges stochastic rounding" in text(comparison_table(runs, {}))
+    assert "the share lost in one step misjudges it" in text(comparison_table(runs, {}))
     page = render(read_address("/compare", "?run=run-live&run=run-plain"), reader)
     assert "the share lost in one step misjudges it" in text(page)
     assert "misjudges" not in text(render(read_address("/compare", "?run=run-plain"), reader))
@@ -343,7 +343,7 @@ def test_where_all_runs_are_archived_the_table_says_so_and_how_to_show_them(serv
     """It said "No runs yet", and how to train some."""
     server.archived = set(server.runs)
     empty = by_id(render(View(), reader), "runs-empty")
-    assert empty.style == {"display": "block"}
+    assert empty.style == {}
     assert "All 6 runs are archived" in text(empty)
     assert [part.href for part in components(empty) if getattr(part, "href", None)] == ["/runs?archived=1"]
     assert by_id(render(View(archived="1"), reader), "runs-empty").style == {"display": "none"}

@@ -2,7 +2,8 @@
 
 import msgspec
 import pytest
-from collage_dashboard.pages.comparison_curves import lacks_throughput, throughput_of, with_throughput
+from collage_dashboard.pages.comparison_content import runs_with_throughput, throughput_of
+from collage_dashboard.server_reader import Reader
 
 from tests.dashboard.figures.answers import series
 
@@ -23,11 +24,14 @@ def test_one_point_has_no_slope():
 @pytest.mark.slow
 def test_only_what_was_not_logged_is_filled_in(server):
     client = server.client()
-    logged, other = client.compare(["run-plain", "run-plus"], "edq_ratio").runs
+    compared = client.compare(["run-plain", "run-plus"], "edq_ratio")
+    logged, other = compared.runs
     kept = {name: value for name, value in other.mean_scalars.items() if name != "tokens_per_second"}
     silent = msgspec.structs.replace(other, mean_scalars=kept)
-    assert not lacks_throughput([logged])
-    assert lacks_throughput([logged, silent])
-    filled = with_throughput([logged, silent], client.compare(["run-plain", "run-plus"], "tokens", axis="time"))
-    assert filled[0] is logged
+    reader = Reader(lambda: client)
+    assert runs_with_throughput(reader, compared) is compared.runs
+    assert runs_with_throughput(reader, "refused") is None
+    filled = runs_with_throughput(reader, msgspec.structs.replace(compared, runs=[logged, silent]))
+    assert filled is not None
+    assert filled[0] == logged
     assert filled[1].mean_scalars["tokens_per_second"] == pytest.approx(2048 / 0.5)

@@ -301,7 +301,7 @@ def runs_of_project(about: About, count: str, project: str) -> None:
 # --- Incidents ---
 
 
-@says(rf"{NUMBER} (?:incidents open|fired in the last 12 hours, none of them has ended)")
+@says(rf"{NUMBER} (?:incidents open|fired in the last 12 hours)")
 def open_incidents(about: About, count: str) -> None:
     assert int(count) == len(about.alerts)
 

@@ -19,7 +19,6 @@ LAST = 20
 TITLES = {entry.title: name for name, entry in METRICS.items()} | {e.title: name for name, e in SCALARS.items()}
 VALUES = re.compile(r"(?:[<>] )?[−-]?\d[\d.,]*(?:e[−+-]?\d+)?(?: %| or (?:more|less))?|–|NaN")
 """The numbers of a cell, in the forms that pages have."""
-RESUMED_STATES = ("Attempts begun", "Resumes")
 SHARES = tuple(entry.title for entry in METRICS.values() if entry.unit == "share")
 
 
@@ -233,8 +232,8 @@ def _check_picked(about: About, spans: Sequence[tuple[int, ...]]) -> None:
 def _value_over(run: RawRun, title: str, steps: Sequence[int], span: tuple[int, ...]) -> float:
     if span[1] < span[0]:
         return float("nan")
-    if title in RESUMED_STATES:
-        return float(sum(begin <= span[1] for begin in run.begins) - (title == "Resumes"))
+    if title == "Attempts begun":
+        return float(sum(begin <= span[1] for begin in run.begins))
     if title == "Ranks that reported":
         return 1.0
     key = key_of(title)

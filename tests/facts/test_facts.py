@@ -18,8 +18,14 @@ import pytest
 from collage_dashboard import create_dashboard
 from collage_dashboard.app import render
 from collage_dashboard.incident_evidence import read_incident_evidence
-from collage_dashboard.pages.comparison_content import RECENT, comparison_table
-from collage_dashboard.pages.comparison_curves import LOSS, charted_metrics, read_curves, runs_with_throughput
+from collage_dashboard.pages.comparison_content import (
+    LOSS,
+    RECENT,
+    charted_metrics,
+    comparison_table,
+    read_curves,
+    runs_with_throughput,
+)
 from collage_dashboard.pages.incident_content import body
 from collage_dashboard.pages.run_content import TABS
 from collage_dashboard.pages.run_layers import keys_of_layers, layer_card, layer_rows

@@ -97,5 +97,3 @@ dagfuncs.wholeNumber = function (params) {
 dagfuncs.minuteUtc = function (seconds) {
   return seconds ? new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ") : "–";
 };
-
-dagfuncs.kindOf = ({ data }) => (window.collageKinds || {})[data.layer] || "–";

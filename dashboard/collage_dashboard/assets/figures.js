@@ -3,6 +3,13 @@
 (function () {
   const AXES = ["xaxis", "yaxis"];
 
+  // What to do with an element of this kind that is clicked.
+  const onClick = (window.collageOnClick = (selector, act, kind = "click") =>
+    document.addEventListener(kind, (event) => {
+      const found = event.target.closest && event.target.closest(selector);
+      if (found) act(found, event);
+    }));
+
   function carry(next, current) {
     const before = (current && current.layout) || {};
     if (!next.layout || before.uirevision !== next.layout.uirevision) return next;
@@ -220,10 +227,7 @@
   }
 
   for (const kind of ["click", "dblclick"])
-    document.addEventListener(kind, (event) => {
-      const button = event.target.closest && event.target.closest("#compare-legend [data-line]");
-      if (button) chooseLine(button, kind === "dblclick" || event.shiftKey);
-    });
+    onClick("#compare-legend [data-line]", (button, event) => chooseLine(button, kind === "dblclick" || event.shiftKey), kind);
 
   function withLines(figure) {
     const hidden = hiddenLines();
@@ -308,9 +312,8 @@
   }
 
   // A chart as a file: its picture, or the numbers that it draws.
-  document.addEventListener("click", (event) => {
-    const button = event.target.closest && event.target.closest("[data-save]");
-    const plot = button && button.closest(".card").querySelector(".js-plotly-plot");
+  onClick("[data-save]", (button) => {
+    const plot = button.closest(".card").querySelector(".js-plotly-plot");
     if (!plot || !plot.data || !plot.data.length) return;
     const { save, title } = button.dataset;
     const filename = ["collage", (document.querySelector("#page h1") || {}).textContent || "", title].map(dashed).join("-");
@@ -322,9 +325,7 @@
 
   // What a page shows as one picture, without its links elsewhere: a copy of its elements with all styles, in an SVG that
   // the browser draws. As wide as the window, or other widths' styles would count.
-  document.addEventListener("click", async (event) => {
-    const button = event.target.closest && event.target.closest("[data-pictures]");
-    if (!button) return;
+  onClick("[data-pictures]", async (button) => {
     const said = button.nextElementSibling;
     try {
       follow(await pictureOf(document.getElementById("page")), `${dashed(`collage ${document.title.replace(/ · [^·]*$/, "")}`)}.png`);

@@ -86,9 +86,7 @@
     }
   }
 
-  document.addEventListener("click", (event) => {
-    const tick = event.target.closest && event.target.closest("#rail .tick");
-    if (!tick) return;
+  window.collageOnClick("#rail .tick", (tick) => {
     const { run } = tick.closest("[data-run]").dataset;
     const before = wanted || picked();
     const runs = before.includes(run) ? before.filter((other) => other !== run) : [...before, run];
@@ -159,9 +157,7 @@
   }
 
   // Picked runs are let go, or kept on top of the table: the address says which are.
-  document.addEventListener("click", (event) => {
-    const button = event.target.closest && event.target.closest("[data-unpick], [data-keeps], [data-frees]");
-    if (!button) return;
+  window.collageOnClick("[data-unpick], [data-keeps], [data-frees]", (button) => {
     const { unpick, keeps, frees } = button.dataset;
     if (unpick !== undefined) return window.dash_clientside.set_props("runs-picked", { data: {} });
     const given = window.collageView.paramsOf("runs");
@@ -211,9 +207,6 @@
     wanted.click();
   }, true);
 
-  // The server groups by the reader's days.
-  document.cookie = `zone=${Intl.DateTimeFormat().resolvedOptions().timeZone}; path=/; SameSite=Strict; max-age=31536000`;
-
   // In the table of layers Enter chooses the row's layer, as a click does.
   document.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && event.target.matches && event.target.matches(".layers-grid .ag-cell")) event.target.click();
@@ -242,35 +235,15 @@
   document.addEventListener("submit", (event) => (leaving = event.target.getAttribute("action") === "/sign-out"));
 
   // The address says all that is shown.
-  document.addEventListener("click", async (event) => {
-    const button = event.target.closest && event.target.closest("[data-copies]");
-    if (!button) return;
-    const said = button.nextElementSibling;
-    said.textContent = (await copy(window.location.href)) ? " copied" : " Copy it from the address bar";
-    setTimeout(() => (said.textContent = ""), 5000);
+  window.collageOnClick("[data-copies]", (button) => {
+    const tell = (text) => (button.nextElementSibling.textContent = text);
+    // A page that did not come by TLS has no clipboard.
+    const copied = navigator.clipboard ? navigator.clipboard.writeText(window.location.href) : Promise.reject();
+    copied.then(() => tell(" copied"), () => tell(" Copy it from the address bar")).then(() => setTimeout(tell, 5000, ""));
   });
 
-  async function copy(text) {
-    try {
-      await navigator.clipboard.writeText(text);
-      return true;
-    } catch {
-      // A page that did not come by TLS has no clipboard.
-      const place = Object.assign(document.createElement("textarea"), { value: text });
-      const before = document.activeElement;
-      document.body.append(place);
-      place.select();
-      const isCopied = document.execCommand("copy");
-      place.remove();
-      before.focus();
-      return isCopied;
-    }
-  }
-
   // Paused, a page asks only for what its reader chooses.
-  document.addEventListener("click", (event) => {
-    const button = event.target.closest && event.target.closest("#pause");
-    if (!button) return;
+  window.collageOnClick("#pause", (button) => {
     paused = !paused;
     button.setAttribute("aria-pressed", String(paused));
     tell();
@@ -386,10 +359,6 @@
         sorted = wanted;
         const now = window.collageView.paramsOf("runs").get("sort") || NEWEST;
         if (wanted !== now) window.collageView.put("runs", { sort: wanted === NEWEST ? null : wanted });
-      },
-      // The layers' kinds stay with the page: sent back with each question, they would be most of it.
-      keepKinds: (kinds) => {
-        window.collageKinds = kinds || {};
       },
       showLayer: () => {
         if (performance.now() - pointedAt < 10000) setTimeout(() => reach("#run-layer-card"), 0);

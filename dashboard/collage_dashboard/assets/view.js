@@ -80,8 +80,7 @@
         }
         continue;
       }
-      if (control.required && !chosen.length) set(id, { value: before });
-      if ((control.required && !chosen.length) || same(chosen, before)) continue;
+      if (same(chosen, before)) continue;
       if (control.behind) chosen = forward(chosen, texts(before), control);
       if (!same(chosen, value)) set(id, { value: Array.isArray(value) ? chosen : chosen[0] });
       movers.push(id);
@@ -114,10 +113,7 @@
     own.moved = [];
   }
 
-  document.addEventListener("click", (event) => {
-    const button = event.target.closest && event.target.closest("[data-clears]");
-    if (!button) return;
-    const { page, clears } = button.dataset;
+  window.collageOnClick("[data-clears]", ({ dataset: { page, clears } }) => {
     put(page, Object.fromEntries(clears.split(" ").map((name) => [name, null])));
   });
 

@@ -1,8 +1,7 @@
 """Figures: pure functions from answers of the server to Plotly figures, and of these to SVG. No query or state."""
 
-from collage_dashboard.figures.classes import class_shares
 from collage_dashboard.figures.heatmap import heatmap
-from collage_dashboard.figures.histogram import update_histogram
+from collage_dashboard.figures.histogram import class_shares, update_histogram
 from collage_dashboard.figures.picture import picture
 from collage_dashboard.figures.series import NamedCurve, curves
 from collage_dashboard.figures.tradeoff import tradeoff

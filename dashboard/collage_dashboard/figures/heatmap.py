@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from collage_dashboard.descriptions import AXIS_TITLES, Description, describe
+from collage_dashboard.descriptions import AXIS_TITLES, Description, describe, short_name
 from collage_dashboard.figures.picture import coloured, rgb
 from collage_dashboard.figures.style import (
     DIVERGING,
@@ -151,9 +151,7 @@ def short_layers(names: Sequence[str]) -> dict[str, str]:
         last += 1
     found = {}
     for name, own in zip(names, parts, strict=True):
-        text = ".".join(own[first : len(own) - last])
-        half = _LABEL_CHARACTERS // 2
-        found[name] = text if len(text) <= _LABEL_CHARACTERS else f"{text[: half - 1]}…{text[-half:]}"
+        found[name] = short_name(".".join(own[first : len(own) - last]), _LABEL_CHARACTERS)
     return found
 
 

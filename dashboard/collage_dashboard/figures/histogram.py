@@ -1,20 +1,32 @@
-"""Where the updates stand against the grid: |u| over the gap in octaves, with the half gap marked.
+"""Where the updates stand against the grid, |u| over the gap in octaves; and the classes of the elements.
 
-A function from data to figure, as all of `figures/`: the page's callbacks fetch, this draws
-(`tests/dashboard/figures/test_histogram.py`).
+A function from data to figure, as all of `figures/` (`tests/dashboard/figures/`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final
+
 import plotly.graph_objects as go
 
-from collage_dashboard.figures.style import ACCENT, BELOW, INK, axis, base_figure, empty_figure
+from collage_dashboard.descriptions import AXIS_TITLES, describe
+from collage_dashboard.figures.style import (
+    ACCENT,
+    BELOW,
+    CLASS_COLOURS,
+    INK,
+    axis,
+    base_figure,
+    empty_figure,
+    translucent,
+)
 from collage_monitor import wire
 from collage_monitor.diagnosis import finite
 from collage_monitor.metrics import HISTOGRAM_OCTAVES
 from collage_monitor.number_text import count, share_text
 
-__all__ = ["PREDICTS", "update_histogram"]
+__all__ = ["CLASSES", "PREDICTS", "class_shares", "update_histogram"]
 
 PREDICTS = (
     "Updates smaller than half a gap are rounded away by plain storage in the parameter's dtype. This predicts "
@@ -24,9 +36,7 @@ _HALF_GAP = -1.0
 _FIRST, _LAST = HISTOGRAM_OCTAVES[0], HISTOGRAM_OCTAVES[-1]
 
 
-def update_histogram(
-    answer: wire.Histogram, *, before: wire.Histogram | None = None, height: int = 300
-) -> go.Figure:
+def update_histogram(answer: wire.Histogram, *, before: wire.Histogram | None = None) -> go.Figure:
     """Shares of the non-idle elements in octaves of |u| / gap; under- and overflow stand at the edges.
 
     `before` is drawn as a line over the bars.
@@ -34,7 +44,7 @@ def update_histogram(
     counts = [finite(value) or 0.0 for value in answer.counts]
     total = sum(counts)
     if total <= 0:
-        return empty_figure("no update measured", height=height)
+        return empty_figure("no update measured")
     lefts = [_left(label) for label in answer.labels]
     bars = go.Bar(
         x=[left + 0.5 for left in lefts],
@@ -51,7 +61,6 @@ def update_histogram(
         [bars, *_outline(before)],
         showlegend=False,
         revision=answer.name,
-        height=height,
         margin={"l": 56, "r": 12, "t": 22, "b": 44},
         xaxis=axis(
             "|u| / gap, octaves",
@@ -97,3 +106,47 @@ def _octave(label: str) -> str:
         return f"2<sup>{_LAST + 1}</sup> gaps and above"
     low = int(label)
     return f"2<sup>{low}</sup> to 2<sup>{low + 1}</sup> gaps".replace("-", "−")
+
+
+CLASSES: Final = tuple(CLASS_COLOURS)
+"""In the order in which they are stacked; together they are all elements."""
+
+
+def class_shares(answers: Mapping[str, wire.Series]) -> go.Figure:
+    """Stacked shares from the series of each class, by its name; a point at which one is unknown is left out."""
+    present = [name for name in CLASSES if name in answers]
+    if len(present) < len(CLASSES) or not answers[present[0]].steps:
+        return empty_figure("no measured step yet")
+    columns = [[finite(value) for value in answers[name].values] for name in CLASSES]
+    positions = [finite(position) for position in answers[CLASSES[0]].positions]
+    points = list(zip(positions, *columns, strict=True))
+    whole = [point for point in points if all(value is not None for value in point) and sum(point[1:]) > 0]
+    traces = []
+    for place, name in enumerate(CLASSES, start=1):
+        traces.append(
+            go.Scatter(
+                x=[point[0] for point in whole],
+                y=[100 * point[place] / sum(point[1:]) for point in whole],
+                name=name,
+                mode="lines",
+                line={"width": 0.5, "color": CLASS_COLOURS[name]},
+                fillcolor=translucent(CLASS_COLOURS[name], 0.75),
+                stackgroup="classes",
+                customdata=[
+                    f"{share_text(point[place] / sum(point[1:]))} ({count(point[place])} elements)"
+                    for point in whole
+                ],
+                hovertemplate="%{customdata}",
+                text=describe(name).help,
+            )
+        )
+    first = answers[CLASSES[0]]
+    return base_figure(
+        traces,
+        revision=f"classes {first.axis} {first.layer}",
+        height=320,
+        hovermode="x unified",
+        xaxis=axis(AXIS_TITLES[first.axis], showgrid=False),
+        yaxis=axis("share of the elements", ticksuffix=" %", autorangeoptions={"clipmin": 0, "clipmax": 100}),
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "xanchor": "left", "x": 0},
+    )

@@ -232,10 +232,6 @@ class _Drawing:
 
     def _note(self, note: dict[str, Any]) -> Iterator[str]:
         x, y = (self.at(place, note["xy"[place]], note.get(f"{'xy'[place]}ref", "")) for place in (0, 1))
-        if note.get("ax") is not None:
-            to = (self.at(0, note["ax"]), self.at(1, note["ay"]))
-            yield _line((x, y, *to), note["arrowcolor"], 1)
-            x, y = to
         down = {"top": 12, "bottom": -4}.get(note.get("yanchor") or "", 4) - (note.get("yshift") or 0)
         said = f"<title>{escape(_plain(note['hovertext']))}</title>" if note.get("hovertext") else ""
         for line, text in enumerate(note["text"].split("<br>")):

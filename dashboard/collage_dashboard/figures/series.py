@@ -45,7 +45,6 @@ _FIXED_SCALES: Final = {"edq_ratio": (0.0, 1.1), "lost_update_ratio": (0.0, 100.
 """As drawn: from nothing to all of it. What lies beyond widens the scale."""
 _FEW_POINTS = 25
 _MARK_PIXELS = 16
-_LEGEND_ROW, _LEGEND_COLUMNS = 18, 6
 _THINNEST, _WIDER, _WIDEST = 1.8, 0.4, 3.4
 Values = list[float | None]
 
@@ -70,13 +69,11 @@ def curves(
     *,
     smoothing: float = 0.0,
     height: int = 300,
-    legend: bool = True,
     scale: Literal["linear", "log"] = "linear",
     is_fixed: bool = False,
 ) -> go.Figure:
-    """The curves of `metric`; `smoothing` in [0, 1) applies to dense logged scalars, raw values behind. Without
-    `legend` the page has one for all of its charts. is_fixed: what has a scale that is the same for every run
-    stands on it.
+    """The curves of `metric`; `smoothing` in [0, 1) applies to dense logged scalars, raw values behind. The page
+    has one legend for all of its charts. is_fixed: what has a scale that is the same for every run stands on it.
 
     Earlier lines are drawn wider, so that they stay visible where a later one covers them. A logarithmic `scale`
     says how many points it cannot show.
@@ -106,12 +103,11 @@ def curves(
     figure = base_figure(
         traces,
         revision=f"{metric} {first.axis} {first.layer}",
-        height=height + (_LEGEND_ROW * ((len(lines) - 1) // _LEGEND_COLUMNS) if legend else 0),
+        height=height,
         hovermode="x unified" if len(lines) > 1 else "x",
         xaxis=axis(AXIS_TITLES[first.axis]),
         yaxis=axis(description.axis_title, ticksuffix=description.tick_suffix, **values),
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "xanchor": "left", "x": 0},
-        showlegend=legend and len(lines) > 1,
+        showlegend=False,
     )
     if description.ideal is not None and not (logarithmic and description.ideal <= 0):
         figure.add_hline(

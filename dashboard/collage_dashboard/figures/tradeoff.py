@@ -30,8 +30,6 @@ _TOUCH_PIXELS: Final = 2.0
 """So far boxes may reach into each other: letters do not fill theirs."""
 _NEAR_PIXELS: Final = 24.0
 """A label stands on the other side of its point than one as near as this, which it could be taken for."""
-_GRID_PIXELS: Final = 8
-"""Between the places at which a label is tried that finds none beside its point."""
 _LEAST_REACH: Final = 0.02
 """Half of an axis, as a share of the values on it, at least."""
 _PLACES: Final = (
@@ -47,8 +45,6 @@ _PLACES: Final = (
 _Range = tuple[float, float]
 _Box = tuple[float, float, float, float]
 """In pixels: left, bottom, right, top."""
-Place = str | tuple[float, float]
-"""Of a label: a side of its point, or its middle, to which a line leads."""
 _EXACT: Final = Estimate(0.0, 1)
 
 
@@ -60,9 +56,7 @@ class _Point:
     loss: Estimate
 
 
-def tradeoff(
-    results: Sequence[StrategyResult], *, chosen: StrategyResult | None = None, height: int = 300
-) -> go.Figure:
+def tradeoff(results: Sequence[StrategyResult], *, chosen: StrategyResult | None = None) -> go.Figure:
     """Loss above the reference against bytes a parameter; without a reference the loss itself. `chosen` has a ring.
 
     Strategies with a problem are hollow.
@@ -79,23 +73,19 @@ def tradeoff(
     if not points:
         known = any(result.bytes_per_parameter is not None for result in results)
         missing = "no loss to compare yet" if known else "no run has reported its bytes per parameter"
-        return empty_figure(missing, height=height)
+        return empty_figure(missing)
     points.sort(key=lambda point: point.result != chosen)
     across, up = (_room([getattr(point, name) for point in points]) for name in ("cost", "loss"))
     places = _label_places(points, across, up)
     figure = base_figure(
         [_trace(point, place, point.result == chosen) for point, place in zip(points, places, strict=True)],
         revision="bytes",
-        height=height,
         hovermode="closest",
         showlegend=False,
         margin={"l": 56, "r": 16, "t": 16, "b": 44},
         xaxis=axis(describe("bytes_per_parameter").axis_title, range=list(across)),
         yaxis=axis("loss above the reference" if referred else "loss", range=list(up)),
     )
-    for point, place in zip(points, places, strict=True):
-        if isinstance(place, tuple):
-            figure.add_annotation(_led_label(point, place, point.result == chosen))
     if referred:
         figure.add_hline(y=0, line={"color": INK, "width": 1, "dash": "dot"})
     left_out = len(results) - len(points)
@@ -109,41 +99,21 @@ def _short_title(result: StrategyResult, results: Sequence[StrategyResult]) -> s
     return result.title if len(alike) > 1 else strategy_title(result.strategy)
 
 
-def _led_label(point: _Point, middle: tuple[float, float], is_chosen: bool) -> dict[str, Any]:
-    """A label away from its point, at the end of a line."""
-    return {
-        "text": _label(point, is_chosen),
-        "font": {"size": 11},
-        "x": point.cost.value,
-        "y": point.loss.value,
-        "ax": middle[0],
-        "ay": middle[1],
-        "axref": "x",
-        "ayref": "y",
-        "arrowhead": 0,
-        "arrowwidth": 1,
-        "arrowcolor": strategy_colour(point.result.strategy, point.result.dtype),
-        "standoff": _DOT,
-        "borderpad": 0,
-    }
-
-
 def _label(point: _Point, is_chosen: bool) -> str:
     title = literal(point.title)
     return f"<b>{title}</b>" if is_chosen else title
 
 
-def _trace(point: _Point, place: Place | None, is_chosen: bool) -> go.Scatter:
+def _trace(point: _Point, place: str | None, is_chosen: bool) -> go.Scatter:
     colour = strategy_colour(point.result.strategy, point.result.dtype)
-    beside = place if isinstance(place, str) else None
     is_hollow = point.result.health not in NO_PROBLEM
     return go.Scatter(
         x=[point.cost.value],
         y=[point.loss.value],
         name=literal(point.title),
-        mode="markers+text" if beside else "markers",
+        mode="markers+text" if place else "markers",
         text=[_label(point, is_chosen)],
-        textposition=beside or "top center",
+        textposition=place or "top center",
         textfont={"size": 11},
         cliponaxis=False,
         marker={
@@ -196,9 +166,9 @@ def _room(estimates: Sequence[Estimate]) -> _Range:
     return min(low, middle - reach) - margin, max(high, middle + reach) + margin
 
 
-def _label_places(points: Sequence[_Point], across: _Range, up: _Range) -> list[Place | None]:
-    """The position of each point's label: beside its point or at the end of a line, so that none covers another
-    label or a point, or seems to belong to another point if that can be avoided; None if the chart is full.
+def _label_places(points: Sequence[_Point], across: _Range, up: _Range) -> list[str | None]:
+    """The position of each point's label, so that none covers another label or a point, or seems to belong to
+    another point if that can be avoided; None where there is no room: the point tells its name on hover.
 
     The chosen strategy's label is placed first.
     """
@@ -210,7 +180,7 @@ def _label_places(points: Sequence[_Point], across: _Range, up: _Range) -> list[
         for point in points
     ]
     taken = [(x - _DOT, y - _DOT, x + _DOT, y + _DOT) for x, y in centres]
-    found: list[Place | None] = []
+    found: list[str | None] = []
     for point, (x, y) in zip(points, centres, strict=True):
         crowded = {"right" if right > x else "left" for right, _ in centres if 0 < abs(right - x) < _NEAR_PIXELS}
         places = [place for place in _PLACES if place.split()[1] not in crowded]
@@ -226,25 +196,7 @@ def _label_places(points: Sequence[_Point], across: _Range, up: _Range) -> list[
         found.append(chosen)
         if chosen:
             taken.append(boxes[chosen])
-    for place, point in enumerate(points):
-        if found[place] is None and (led := _free_box(centres[place], len(point.title), taken)) is not None:
-            taken.append(led)
-            middle = (led[0] + led[2]) / 2 / _PLOT_PIXELS[0], (led[1] + led[3]) / 2 / _PLOT_PIXELS[1]
-            found[place] = (
-                across[0] + middle[0] * (across[1] - across[0]),
-                up[0] + middle[1] * (up[1] - up[0]),
-            )
     return found
-
-
-def _free_box(own: tuple[float, float], characters: int, taken: Sequence[_Box]) -> _Box | None:
-    """The nearest place for a label that is free, in pixels."""
-    width = characters * _LETTER_PIXELS
-    lefts = range(0, max(int(_PLOT_PIXELS[0] - width), 0), _GRID_PIXELS)
-    bottoms = range(0, int(_PLOT_PIXELS[1] - _LINE_PIXELS), _GRID_PIXELS)
-    boxes = [(left, bottom, left + width, bottom + _LINE_PIXELS) for left in lefts for bottom in bottoms]
-    boxes.sort(key=lambda box: math.dist(own, ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)))
-    return next((box for box in boxes if not any(_overlap(box, other) for other in taken)), None)
 
 
 def _is_nearest(own: Sequence[float], box: Sequence[float], centres: Sequence[Sequence[float]]) -> bool:

@@ -14,7 +14,7 @@ import dash
 import dash_mantine_components as dmc
 from dash import Input, html
 
-from collage_dashboard.components import card, labelled
+from collage_dashboard.components import card, labelled, shown_if
 from collage_dashboard.descriptions import describe
 from collage_dashboard.incident_evidence import COMPARED_METRICS, read_before_after
 from collage_dashboard.navigation import clears, clientside, register_part
@@ -34,7 +34,6 @@ __all__ = [
     "picked_change",
     "picked_marks",
     "register_change",
-    "shown_style",
 ]
 
 _ALWAYS: Final = ("learning_rate", "grad_norm", "param_norm", "half_ulp_margin", "clip_ratio")
@@ -94,16 +93,14 @@ def _values(before: Span | None, after: Span | None) -> list[Line]:
 
 
 def _ranks(before: Span | None, after: Span | None) -> list[Line]:
-    """Attempts, resumes and ranks."""
+    """Attempts and ranks."""
     spans = (before, after)
     attempts = [span.attempt if span else None for span in spans]
-    resumes = [None if attempt is None else attempt - 1 for attempt in attempts]
     ranks = [_of(span.ranks, span.world_size) if span else UNDEFINED for span in spans]
     fewer = None not in spans and ranks[0] != ranks[1]
-    shown = [UNDEFINED if value is None else str(value) for value in attempts + resumes]
+    shown = [UNDEFINED if value is None else str(value) for value in attempts]
     return [
         ("Attempts begun", shown[0], shown[1], _difference(*attempts)),
-        ("Resumes", shown[2], shown[3], _difference(*resumes)),
         ("Ranks that reported", ranks[0], ranks[1], "changed" if fewer else ""),
     ]
 
@@ -133,7 +130,7 @@ def _difference(before: wire.Number | None, after: wire.Number | None, *, key: s
 
 
 def change_controls(view: View) -> list[Any]:
-    """The field for a step or a range, and the button for the steps that a zoom shows."""
+    """The field for a step or a range, and the button for the steps that a zoom shows, while there is one."""
     field = dmc.TextInput(
         id="run-at",
         value=write_steps(view.at) if view.at else "",
@@ -144,12 +141,7 @@ def change_controls(view: View) -> list[Any]:
         **{"aria-label": "What changed at this step, or in this range of steps"},
     )
     shown = dmc.Button("What changed in the steps shown", id="run-at-shown", size="xs", variant="default")
-    return [labelled("What changed at step", field), html.Div(shown, id="run-at-zoom", style=shown_style(view))]
-
-
-def shown_style(view: View) -> dict[str, str]:
-    """The button for the steps shown stands there while a zoom shows some."""
-    return {} if view.zoom else {"display": "none"}
+    return [labelled("What changed at step", field), html.Div(shown, id="run-at-zoom", style=shown_if(view.zoom))]
 
 
 def picked_marks(view: View) -> list[tuple[int, str]]:

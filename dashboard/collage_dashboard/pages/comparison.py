@@ -3,8 +3,8 @@
 The first screen comes from the server's stored overviews. All curves and the tables come from one request, and
 existing ones are not requested again; if runs are at unequal steps, that request gives the losses.
 
-It fetches and answers callbacks; content is `comparison_content.py`'s, `comparison_curves.py`'s and
-`strategies_content.py`'s. Links hold its address, so that is fixed in `view.py` (`tests/dashboard/test_pages.py`).
+It fetches and answers callbacks; content is `comparison_content.py`'s and `strategies_content.py`'s. Links hold its
+address, so that is fixed in `view.py` (`tests/dashboard/test_pages.py`).
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from hashlib import sha256
 from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
+import msgspec
 from dash import ALL, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
-    axis_control,
+    curve_controls,
     embed_note,
     menu,
     notice,
     page,
     refresh_marker,
     refresh_milliseconds,
-    scale_control,
-    smoothing_control,
 )
+from collage_dashboard.figures import tradeoff
 from collage_dashboard.figures.growth import answer_for
+from collage_dashboard.figures.style import digest
 from collage_dashboard.navigation import (
     Choice,
     choices,
@@ -44,18 +44,14 @@ from collage_dashboard.navigation import (
 )
 from collage_dashboard.number_downloads import frame_of, pandas_note
 from collage_dashboard.pages.comparison_content import (
-    RunNames,
-    comparison_table,
-    legend,
-)
-from collage_dashboard.pages.comparison_curves import (
     CHARTS,
     DEFAULT_METRIC,
     LOSS,
     chart_cards,
     charted_metrics,
+    comparison_table,
     draw_curves,
-    figure,
+    legend,
     lines_control,
     lines_of,
     read_curves,
@@ -64,7 +60,6 @@ from collage_dashboard.pages.comparison_curves import (
 from collage_dashboard.pages.strategies_content import (
     advice,
     cost_card,
-    cost_figure,
     counterfactual_table,
     pair_of,
     pair_question,
@@ -81,7 +76,7 @@ from collage_monitor.errors import CollageError
 from collage_monitor.recommendation import recommendation, worth
 from collage_monitor.strategy_results import StrategyResult, results_by_strategy, run_results
 
-__all__ = ["CHARTS", "DEFAULT_METRIC", "figure", "layout", "register"]
+__all__ = ["CHARTS", "DEFAULT_METRIC", "layout", "register"]
 
 _PARTS: Final = {"page": "This comparison", "curves": "Its curves"}
 """What of the page another one can show."""
@@ -118,9 +113,7 @@ def layout(view: View, reader: Reader) -> html.Div:
                     menu(
                         "Axes",
                         lines_control(view, rows),
-                        axis_control("compare-axis", view),
-                        scale_control("compare-scale", view),
-                        smoothing_control("compare-smoothing", view),
+                        *curve_controls("compare", view),
                     ),
                 ],
                 className="tabs-line",
@@ -290,7 +283,7 @@ def _revision(view: View, rows: Sequence[wire.RunRow]) -> dict[str, Any]:
         f"{row.run_id} {row.updated_at} {row.changed_at} {row.reports} {row.state} {row.overview}" for row in rows
     ]
     return {
-        "at": sha256("\n".join(seen).encode()).hexdigest()[:16],
+        "at": digest(seen),
         "failed": False,
         "lines": lines_of(view, rows),
         "gone": [run_id for run_id in view.runs if run_id not in there],
@@ -315,7 +308,7 @@ def _shown(view: View, rows: Sequence[wire.RunRow]) -> View:
 def _legend(view: View, rows: Sequence[wire.RunRow]) -> Any:
     """The lines of all charts: of runs, or of strategies."""
     if lines_of(view, rows) == "run":
-        return legend(styles_of([RunNames(row) for row in rows]))
+        return legend(styles_of([msgspec.structs.replace(row, strategy=row.shown_strategy) for row in rows]))
     return legend(strategy_styles(results_by_strategy(run_results(rows))))
 
 
@@ -342,5 +335,5 @@ def _tables_and_answer(
         strategy_table(results),
         counterfactual_table(runs),
         pair_question(view, results),
-        cost_figure(results, said),
+        tradeoff(results, chosen=said.chosen),
     )

@@ -20,6 +20,7 @@ from collage_dashboard.components import (
     problem_page,
     refresh_marker,
     refusal,
+    shown_if,
 )
 from collage_dashboard.incident_evidence import STEPS_AFTER_ALERT, read_incident_evidence
 from collage_dashboard.navigation import or_later
@@ -75,7 +76,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.Div(id="incident-alert", role="status"),
             html.Div(id="incident-refused", role="status"),
             html.Div(html.P("Reading what the run reported around it …", className="quiet"), id="incident-body"),
-            html.Div(actions, className="toolbar", style={} if incident.run_id else {"display": "none"}),
+            html.Div(actions, className="toolbar", style=shown_if(incident.run_id)),
             *([pandas_note(reader, frame_of([incident.run_id]))] if incident.run_id else []),
         ],
         incident.alert,

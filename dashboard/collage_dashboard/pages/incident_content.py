@@ -14,12 +14,12 @@ import msgspec
 from dash import dcc, html
 
 from collage_dashboard.components import badge, card, save_buttons
-from collage_dashboard.descriptions import describe, when
+from collage_dashboard.descriptions import EVENTS, describe, when
 from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.series import mark_steps
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
 from collage_dashboard.pages.before_after import before_after_card
-from collage_dashboard.tables import scrollable, table, table_card
+from collage_dashboard.tables import scrollable, table
 from collage_dashboard.view import run_address
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
@@ -31,25 +31,6 @@ __all__ = ["UNDO", "badges", "body", "duration_of", "head"]
 
 UNDO: Final = "Undo acknowledgement"
 _SEVERITIES: Final = {"info": "blue", "warning": "orange", "critical": "red"}
-_KINDS: Final = {
-    "attempt": "Attempt",
-    "conversion": "Weights converted",
-    "expectation": "Expectation broken",
-    "kept_otherwise": "Kept otherwise",
-    "resume_loss": "Lost at a resume",
-    "continuation": "Compared with what was saved",
-    "rank_twice": "Rank reported twice",
-    "gap": "Gap",
-    "reports_dropped": "Reports dropped",
-    "skipped_steps": "Steps skipped",
-    "replica_mismatch": "Replicas differ",
-    "unknown_statistics": "Statistics left out",
-    "restored": "Data restored",
-    "retention": "Retention",
-    "alert": "Alert fires",
-    "alert_resolved": "Alert ended",
-    "note": "Note",
-}
 _MOST_EVENTS: Final = 200
 _MOST_LAYERS: Final = 20
 _VERDICTS: Final[dict[bool | None, tuple[str, str, str]]] = {
@@ -149,15 +130,14 @@ def _change_in_words(evidence: IncidentEvidence) -> str:
         return "This alert is about the server, not about a run"
     if evidence.run is None:
         return "The run is gone, and with it what it reported"
+    resumed = f". The run resumed at step {resumed_at:,}" if resumed_at is not None else ""
     if evidence.metric is None:
-        resumed = f". The run resumed at step {resumed_at:,}" if resumed_at is not None else ""
         return f"No curve shows what this alert watches{resumed}"
     title = describe(evidence.metric).title
     if onset is not None:
-        resumed = f"At the resume at step {resumed_at:,}: " if resumed_at is not None else ""
-        return resumed + describe_onset(onset, title, partial(value_text, evidence.metric))
+        at_once = f"At the resume at step {resumed_at:,}: " if resumed_at is not None else ""
+        return at_once + describe_onset(onset, title, partial(value_text, evidence.metric))
     if breach is None:
-        resumed = f". The run resumed at step {resumed_at:,}" if resumed_at is not None else ""
         return f"The step at which {title} changed was not found{resumed}"
     if resumed_at is not None:
         return _at_the_resume(evidence.metric, breach, resumed_at)
@@ -229,7 +209,8 @@ def _layers(evidence: IncidentEvidence) -> Any:
     more = len(onset.layers) - _MOST_LAYERS
     title = f"Layers that changed, {len(onset.layers)} of {len(evidence.types)}"
     shown = table((describe(metric).title, "Before", "After"), rows)
-    return table_card(shown, "Layers that changed", title=title, note=f"and {more} more" if more > 0 else "")
+    place = scrollable([shown], "Layers that changed")
+    return card(title, place, kind="comparison-table", note=f"and {more} more" if more > 0 else "")
 
 
 def _causes(evidence: IncidentEvidence) -> Any:
@@ -285,7 +266,7 @@ def _timeline(evidence: IncidentEvidence) -> Any:
 def _event(event: wire.Event, incident: wire.Incident) -> Sequence[Any]:
     own = event.kind in {"alert", "alert_resolved"} and event.text.startswith(f"{incident.alert} ")
     resumed = event.kind == "attempt" and (event.attempt or 1) > 1
-    title = "Resumed" if resumed else _KINDS[event.kind]
+    title = "Resumed" if resumed else EVENTS[event.kind]
     # The page's top already shows what the incident says.
     text = event.text.removesuffix(f": {incident.text}") if own else event.text
     text += f" ({', '.join(event.layers)})" if event.layers else ""

@@ -1,4 +1,4 @@
-"""All incidents, the open ones above, those that have ended by the day: filtered, and acknowledged together.
+"""All incidents, the open ones above those that have ended: filtered, and acknowledged together.
 
 Its address and filters are `view.py`'s (`tests/dashboard/test_incident_list.py`).
 """
@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, tzinfo
-from itertools import groupby
 from typing import Any, Final
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import dash
 import dash_mantine_components as dmc
 from dash import ALL, Input, Output, State, dcc, html, no_update
-from flask import request
 
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
+    card,
     filter_select,
     moment,
     notice,
@@ -31,7 +28,7 @@ from collage_dashboard.navigation import Choice, pressed_button, register_choice
 from collage_dashboard.number_downloads import pandas_note
 from collage_dashboard.pages.incident_content import badges, duration_of
 from collage_dashboard.server_reader import Reader, explain
-from collage_dashboard.tables import table_card
+from collage_dashboard.tables import scrollable
 from collage_dashboard.view import View, run_address, write_address
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
@@ -201,63 +198,29 @@ def _content(found: Sequence[wire.IncidentPage], names: Mapping[str, str], view:
     said: list[Any] = [f"{_at_a_glance(view, firing, ended)} ", *([take] if untaken else [])]
     parts: list[Any] = [html.Div(said, className="headline", role="status")]
     more = any(part.cursor for part in found)
-    parts += [_table("Open", [("", firing)], names, more)] if firing else []
-    zone = _zone()
-    days = [(_day(first, zone), list(own)) for first, own in groupby(ended, lambda one: _date(one, zone))]
-    return parts + ([_table("Ended", days, names, more)] if ended else [])
+    parts += [_table("Open", firing, names, more)] if firing else []
+    return parts + ([_table("Ended", ended, names, more)] if ended else [])
 
 
 def _at_a_glance(view: View, firing: Sequence[wire.Incident], ended: Sequence[wire.Incident]) -> str:
-    """'2 incidents open. 5 fired in the last 12 hours, 3 of them have ended.' Only of states that are shown."""
+    """'2 incidents open. 5 fired in the last 12 hours.' Only of states that are shown."""
     since = time.time() - 3600 * _GLANCE_HOURS
-    said = f"{_count(firing)} open." if firing else "No incident is open."
-    over = sum(one.started_at > since for one in ended)
-    recent = over + sum(one.started_at > since for one in firing)
-    fired = f"{recent or 'None'} fired in the last {_GLANCE_HOURS} hours"
-    if not _shows(view, "resolved"):
-        return f"{said} {fired}."
-    if not _shows(view, "firing"):
-        return f"{fired} and {'has' if recent == 1 else 'have'} ended."
-    if not recent:
-        return f"{said} {fired}."
-    rest = f"{over} of them {'has' if over == 1 else 'have'} ended" if over else "none of them has ended"
-    return f"{said} {fired}, {rest}."
-
-
-def _zone() -> tzinfo:
-    """The reader's time zone, which the page's scripts keep in a cookie; UTC before they have."""
-    named = request.cookies.get("zone")
-    try:
-        return ZoneInfo(named) if named else UTC
-    except (ZoneInfoNotFoundError, ValueError, OSError):
-        return UTC
-
-
-def _date(incident: wire.Incident, zone: tzinfo) -> Any:
-    return datetime.fromtimestamp(incident.started_at, zone).date()
-
-
-def _day(date: Any, zone: tzinfo) -> str:
-    return f"{date:%A}, {date.day} {date:%B %Y}{' (UTC)' if zone is UTC else ''}"
+    said = f"{_count(firing)} open. " if firing else "No incident is open. "
+    recent = sum(one.started_at > since for one in [*firing, *ended])
+    return f"{said if _shows(view, 'firing') else ''}{recent or 'None'} fired in the last {_GLANCE_HOURS} hours."
 
 
 _HEADS: Final = ("Alert", "Run", "Fired", "Lasted", "State", "Why")
 """Of the columns; on a phone a row is a card, and each value has its label beside it."""
 
 
-def _table(
-    title: str, days: Sequence[tuple[str, Sequence[wire.Incident]]], names: Mapping[str, str], more: bool
-) -> dmc.Paper:
+def _table(title: str, incidents: Sequence[wire.Incident], names: Mapping[str, str], more: bool) -> dmc.Paper:
     head = dmc.TableThead(dmc.TableTr([dmc.TableTh(text, className="text") for text in _HEADS]))
-    bodies = []
-    for day, incidents in days:
-        told = f"{day} · {len(incidents)}"
-        line = [html.Tr(html.Th(told, colSpan=len(_HEADS), scope="rowgroup", className="text day"))]
-        rows = [_row(incident, names) for incident in incidents]
-        bodies.append(dmc.TableTbody([*(line if day else []), *rows]))
+    body = dmc.TableTbody([_row(incident, names) for incident in incidents])
     note = f"The newest {_MOST} of each; `collage-monitor alerts` lists the others." if more else ""
-    shown = dmc.Table([head, *bodies], verticalSpacing=6)
-    return table_card(shown, f"{title} incidents", title=title, note=note, kind="incident-table", mb="md")
+    shown = dmc.Table([head, body], verticalSpacing=6)
+    place = scrollable([shown], f"{title} incidents")
+    return card(title, place, kind="comparison-table incident-table", note=note, mb="md")
 
 
 def _judged(incident: wire.Incident) -> list[Any]:

@@ -28,6 +28,7 @@ from collage_dashboard.components import (
     refresh_marker,
     refresh_milliseconds,
     share_links,
+    shown_if,
 )
 from collage_dashboard.figures.growth import Told, answer_for
 from collage_dashboard.figures.style import digest, empty_figure, strategy_colour
@@ -47,7 +48,6 @@ from collage_dashboard.pages.before_after import (
     CHANGED_BY,
     picked_change,
     register_change,
-    shown_style,
 )
 from collage_dashboard.pages.run_about import register_writing
 from collage_dashboard.pages.run_content import (
@@ -59,21 +59,28 @@ from collage_dashboard.pages.run_content import (
     summary,
     tabs_of,
 )
-from collage_dashboard.pages.run_curves import MARK_KEYS, WHOLE_MODEL, curve_controls
+from collage_dashboard.pages.run_curves import (
+    MARK_KEYS,
+    WHOLE_MODEL,
+    Story,
+    cured_at,
+    marks_in_words,
+    marks_of,
+    run_controls,
+)
 from collage_dashboard.pages.run_layers import (
     DEFAULT_METRIC,
-    layer_stores,
+    keys_of_layers,
     map_control,
     map_style,
     register_layers,
     run_of,
 )
-from collage_dashboard.pages.run_marks import Story, cured_at, marks_in_words, marks_of
 from collage_dashboard.server_reader import Problem, Reader, explain
 from collage_dashboard.view import View, write_address
-from collage_dashboard.zoom import on_axis, step_at, steps_within
+from collage_dashboard.zoom import step_at, steps_within
 from collage_monitor import wire
-from collage_monitor.client import Axis, Client
+from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
 
 __all__ = ["layout", "register"]
@@ -85,9 +92,9 @@ CHOICES: Final = choices(
     "tab",
     "order",
     "rows",
-    "axis",
     "scale",
     "smoothing",
+    axis=Choice("axis", drops=("from", "to")),
     metric=Choice("metric", DEFAULT_METRIC),
     layer=Choice("layer", WHOLE_MODEL, drops=("step",)),
     at=Choice("at", "", is_steps=True),
@@ -128,7 +135,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             *view_stores(view, "run", CHOICES),
             dcc.Store(id="run-revision", data=revision),
             dcc.Store(id="run-judged", data=_judged(row)),
-            *layer_stores(run, layers),
+            dcc.Store(id="run-layer-keys", data=keys_of_layers(run)),
             dcc.Store(id="run-pick"),
             dcc.Store(id="run-framed", data=_framed(view)),
             dcc.Store(id="run-record", data=wire.encode_json(run).decode()),
@@ -141,7 +148,7 @@ def layout(view: View, reader: Reader) -> html.Div:
                 className="numbers-place",
             ),
             html.Div(
-                [tabs, curve_controls(view, list(dict.fromkeys(layer.name for layer in layers)))],
+                [tabs, run_controls(view, list(dict.fromkeys(layer.name for layer in layers)))],
                 className="tabs-line",
             ),
             html.Div(
@@ -151,7 +158,7 @@ def layout(view: View, reader: Reader) -> html.Div:
                 **curve_keys("Curves of the run", MARK_KEYS),
             ),
             html.Div(map_control(view, run), id="run-map-controls", style=map_style(view, run)),
-            html.Div(search(view, run), id="run-search", style=_search_style(view)),
+            html.Div(search(view, run), id="run-search", style=shown_if(view.tab == "curves")),
             html.Div([html.Div(panel(view, run), id="run-panel"), *part("run-layer-place")], className="beside"),
             *part("run-change", change, asked_of(view, revision, CHANGED_BY)),
             html.Div(marks_in_words(story.marks), id="run-marks"),
@@ -168,7 +175,7 @@ def layout(view: View, reader: Reader) -> html.Div:
 
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind address, controls and refresh to the application."""
-    register_choices(app, "run", [name for name in CHOICES if name != "axis"])
+    register_choices(app, "run", CHOICES)
     _register_places(app, reader)
     _register_frame(app, reader)
     register_writing(app, reader)
@@ -233,23 +240,20 @@ def register(app: dash.Dash, reader: Reader) -> None:
 
 
 def _register_places(app: dash.Dash, reader: Reader) -> None:
-    """Bind what only the server knows: which steps stand at a place of the axis, and where on another axis."""
+    """Bind what only the server knows: which steps stand at a place of the axis."""
 
     @app.callback(
         Output("run-address", "search"),
-        Input("run-axis", "value"),
         Input("run-pick", "data"),
         Input("run-at-shown", "n_clicks"),
         Input({"type": "run-figure", "kind": "heatmap", "metric": ALL}, "clickData"),
         State("run-shown", "data"),
         prevent_initial_call=True,
     )
-    def locate(axis: Axis, pick: dict[str, Any], _shown: Any, cells: list[Any], shown: dict[str, Any]) -> str:
+    def locate(pick: dict[str, Any], _shown: Any, cells: list[Any], shown: dict[str, Any]) -> str:
         before, trigger = view_of(shown), dash.ctx.triggered_id
         try:
-            if trigger == "run-axis":
-                view = on_axis(before, axis, reader)
-            elif trigger == "run-pick":
+            if trigger == "run-pick":
                 view = _picked(before, step_at(pick["x"], before, reader))
             elif trigger == "run-at-shown":
                 view = _picked(before, *steps_within(before, reader))
@@ -257,7 +261,7 @@ def _register_places(app: dash.Dash, reader: Reader) -> None:
                 point = next(cell["points"][0] for cell in cells if cell and cell.get("points"))
                 view = replace(before, layer=str(point["y"]), step=step_at(point["x"], before, reader))
         except (CollageError, StopIteration):
-            view = replace(before, axis=axis, zoom=before.zoom if axis == before.axis else None)
+            raise dash.exceptions.PreventUpdate from None
         if view == before:
             raise dash.exceptions.PreventUpdate
         return write_address(view)[1]
@@ -291,18 +295,13 @@ def _register_frame(app: dash.Dash, reader: Reader) -> None:
                 children = panel(view, reader.ask(lambda client: client.run(view.runs[0])))
             except CollageError:
                 children = panel(view, run_of(record))
-        styles = map_style(view, run_of(record)), _search_style(view), shown_style(view)
+        styles = map_style(view, run_of(record)), shown_if(view.tab == "curves"), shown_if(view.zoom)
         return curves, children, wanted, *styles
 
 
 def _framed(view: View) -> list[str]:
     """What of the view changes the frame of a tab."""
     return [view.tab, view.metric or DEFAULT_METRIC, view.query, *view.panels]
-
-
-def _search_style(view: View) -> dict[str, str]:
-    """The search stands above the curves that it finds."""
-    return {} if view.tab == "curves" else {"display": "none"}
 
 
 def _register_figures(app: dash.Dash, reader: Reader) -> None:

@@ -13,14 +13,14 @@ import dash_mantine_components as dmc
 from dash import MATCH, Input, Output, State, html
 
 from collage_dashboard.components import card, refusal
-from collage_dashboard.descriptions import byte_count, when
+from collage_dashboard.descriptions import when
 from collage_dashboard.navigation import view_of
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.tables import table
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
-from collage_monitor.number_text import count, value_text
+from collage_monitor.number_text import count, number, value_text
 
 __all__ = ["about", "facts_of", "register_writing"]
 
@@ -114,7 +114,9 @@ def _fingerprint_facts(seen: wire.Fingerprint) -> list[tuple[str, str]]:
 
 
 def _scalar(name: str, entry: wire.LoggedScalar) -> str:
-    shown = byte_count(entry.value) if name == "memory_bytes" else value_text(name, entry.value)
+    shown = value_text(name, entry.value)
+    if name == "memory_bytes":
+        shown = f"{number(wire.from_number(entry.value) / 2**20)} MiB"
     return f"{shown} at step {entry.step:,}"
 
 

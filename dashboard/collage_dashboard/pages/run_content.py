@@ -26,17 +26,15 @@ from collage_dashboard.components import (
 )
 from collage_dashboard.descriptions import describe, interval, state_key
 from collage_dashboard.figures import class_shares, heatmap, update_histogram
-from collage_dashboard.figures.classes import CLASSES
 from collage_dashboard.figures.heatmap import SMALLEST_HEIGHT, block_of
-from collage_dashboard.figures.histogram import PREDICTS
+from collage_dashboard.figures.histogram import CLASSES, PREDICTS
 from collage_dashboard.figures.series import mark_events
 from collage_dashboard.figures.style import INK, MARKED, add_note, empty_figure, literal, with_subtitle
 from collage_dashboard.number_downloads import numbers_address
 from collage_dashboard.pages.before_after import picked_marks
 from collage_dashboard.pages.run_about import about
-from collage_dashboard.pages.run_curves import FIRST, FIRST_PIXELS, draw_curve, series_between
+from collage_dashboard.pages.run_curves import FIRST, FIRST_PIXELS, Story, draw_curve, place_marks, series_between
 from collage_dashboard.pages.run_layers import DEFAULT_METRIC, layer_table, logs_only
-from collage_dashboard.pages.run_marks import Story, place_marks
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import Tab, View, write_address
@@ -197,7 +195,7 @@ def panel(view: View, run: wire.Run) -> Any:
     if logs_only(run):
         named = sorted(run.scalars, key=lambda key: (key not in SCALARS, key))
         return html.Div([_card("series", key) for key in named], className="charts")
-    strategy = _strategy(run)
+    strategy = run.watch.shown_strategy if run.watch else None
     if view.tab == "layers":
         metric = view.metric or DEFAULT_METRIC
         title = f"{describe(metric).title} by layer"
@@ -298,10 +296,6 @@ def _card(
         ],
         className="wide" if wide else "",
     )
-
-
-def _strategy(run: wire.Run) -> str | None:
-    return run.watch.shown_strategy if run.watch else None
 
 
 def draw(

@@ -11,7 +11,7 @@ import dash_mantine_components as dmc
 import numpy as np
 from dash import ALL, MATCH, Input, Output, State, dcc, html
 
-from collage_dashboard.components import card, help_text, select
+from collage_dashboard.components import card, help_text, select, shown_if
 from collage_dashboard.descriptions import describe, interval, metric_choices
 from collage_dashboard.figures.style import digest
 from collage_dashboard.navigation import clientside, or_later, register_part
@@ -30,7 +30,6 @@ __all__ = [
     "layer_metrics",
     "keys_of_layers",
     "layer_rows",
-    "layer_stores",
     "layer_table",
     "logs_only",
     "map_control",
@@ -165,7 +164,7 @@ def map_control(view: View, run: wire.Run) -> Any:
 
 def map_style(view: View, run: wire.Run) -> dict[str, str]:
     """The choice of its metric stands where the heatmap does."""
-    return {} if view.tab == "layers" and not logs_only(run) else {"display": "none"}
+    return shown_if(view.tab == "layers" and not logs_only(run))
 
 
 def logs_only(run: wire.Run) -> bool:
@@ -190,20 +189,12 @@ _NUMBERS: Final = (
 
 def layer_table(run: wire.Run) -> dmc.Paper:
     """The card of the table of all layers, those first that lose the most; its rows come when it is there."""
-    kind = {"function": "kindOf(params)"}
     text = {"filter": "agTextColumnFilter"}
     number = {"type": "rightAligned", "width": 82, "wrapHeaderText": True, "filter": "agNumberColumnFilter"}
     name = {"cellRenderer": "LayerCell", "tooltipField": "layer", "flex": 1, "minWidth": 150}
     columns: list[dict[str, Any]] = [
         {"field": "layer", "headerName": "Layer", **name, **text},
-        {
-            "colId": "kind",
-            "headerName": "Kind",
-            "valueGetter": kind,
-            "tooltipValueGetter": kind,
-            "width": 90,
-            **text,
-        },
+        {"field": "kind", "headerName": "Kind", "tooltipField": "kind", "width": 90, **text},
         *(
             {
                 "field": field,
@@ -234,12 +225,6 @@ def keys_of_layers(run: wire.Run) -> list[str]:
     return [key for key in _OF_A_LAYER if key in run.latest]
 
 
-def layer_stores(run: wire.Run, layers: Sequence[wire.Layer]) -> list[dcc.Store]:
-    """What the table needs and the page knows: which metrics there are, and each kind, which stays there."""
-    kinds = {layer.name: layer.module_type for layer in layers if layer.module_type}
-    return [dcc.Store(id="run-layer-keys", data=keys_of_layers(run)), dcc.Store(id="run-kinds", data=kinds)]
-
-
 def layer_rows(reader: Reader, run_id: str, keys: Sequence[str], first_step: int | None) -> list[dict[str, Any]]:
     """A row a layer over the steps from `first_step` on, those first that lose the most; at most `_MOST_ROWS`.
 
@@ -250,8 +235,9 @@ def layer_rows(reader: Reader, run_id: str, keys: Sequence[str], first_step: int
     """
     if "edq_ratio" not in keys or "lost_update_ratio" not in keys:
         return []
-    history, *merged = reader.ask_together(
+    history, layers, *merged = reader.ask_together(
         lambda client: client.heatmap(run_id, "lost_update_ratio", points=_COLUMNS),
+        lambda client: client.layers(run_id).layers,
         *(lambda client, key=key: client.heatmap(run_id, key, points=1, first_step=first_step) for key in keys),
     )
     values: dict[str, dict[str, float | None]] = {
@@ -261,9 +247,11 @@ def layer_rows(reader: Reader, run_id: str, keys: Sequence[str], first_step: int
     whole = sum(missing.values())
     order = sorted(missing, key=lambda name: -missing[name])[:_MOST_ROWS]
     begins = _since(history, set(order))
+    kinds = {layer.name: layer.module_type for layer in layers}
     return [
         {
             "layer": name,
+            "kind": kinds.get(name) or "–",
             "share": missing[name] / whole if whole else 0.0,
             "since": begins.get(name),
             **{key: values[key].get(name) for key in keys if key != "intended_norm"},
@@ -328,7 +316,6 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         over = "The whole run" if None in ends else f"Steps {ends[0]:,} to {ends[1]:,}"
         return rows, f"{over}.{most}", found
 
-    clientside(app, "flow.keepKinds", Input("run-kinds", "data"), prevent_initial_call=False)
     clientside(app, "view.chooseLayer", Input({"type": "run-layers", "index": ALL}, "cellClicked"))
     clientside(app, "flow.showLayer", Input("run-layer-place", "children"))
 

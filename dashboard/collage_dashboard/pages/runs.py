@@ -19,6 +19,7 @@ from collage_dashboard.components import (
     problem_page,
     refresh_marker,
     refusal,
+    shown_if,
     tags_of,
 )
 from collage_dashboard.navigation import clears, clientside, or_later, view_of, view_stores
@@ -116,9 +117,9 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.Div(id="runs-alert"),
             html.Div(id="runs-undo", role="status", className="crumbs"),
             html.Div(pinned_line(pinned, view), id="runs-kept"),
-            html.Div(_grid(view, shown, kept), id="runs-table", style=_shown(not _is_empty(table, view))),
+            html.Div(_grid(view, shown, kept), id="runs-table", style=shown_if(not _is_empty(table, view))),
             html.P(id="runs-sentence", role="status", className="quiet sentence"),
-            html.Div(_nothing(table, view, reader), id="runs-empty", style=_shown(_is_empty(table, view))),
+            html.Div(_nothing(table, view, reader), id="runs-empty", style=shown_if(_is_empty(table, view))),
             pandas_note(reader, frame_of(filters=_filters_of(view))),
         ],
         "Runs",
@@ -162,7 +163,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
             said = no_update, notice(explain(error)), no_update, no_update, no_update
             return failed, *said, str(milliseconds_after(0.0))
         empty = _is_empty(table, view)
-        told = _said(table, view), None, _shown(not empty), nothing, _shown(empty)
+        told = _said(table, view), None, shown_if(not empty), nothing, shown_if(empty)
         return found, *told, str(_wait(table, view))
 
 
@@ -336,10 +337,6 @@ def _said(table: wire.RunTable, view: View) -> list[Any]:
 def _wait(table: wire.RunTable, view: View) -> int:
     is_soon = table.live or table.healths.get("") or _is_empty(table, view)
     return milliseconds_after(0.0) if is_soon else IDLE_MILLISECONDS
-
-
-def _shown(shown: bool) -> dict[str, str]:
-    return {"display": "block" if shown else "none"}
 
 
 def _grid(view: View, first: Sequence[dict[str, Any]], pinned: Sequence[dict[str, Any]]) -> Any:

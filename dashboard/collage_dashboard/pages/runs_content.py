@@ -14,9 +14,9 @@ import dash_mantine_components as dmc
 from dash import dcc, html
 
 from collage_dashboard.components import judgement_mark, text_of_tags
-from collage_dashboard.descriptions import describe, in_few_words, state_key
+from collage_dashboard.descriptions import describe, in_few_words, short_name, state_key
 from collage_dashboard.figures.style import strategy_colour
-from collage_dashboard.run_styles import short_name, strategy_title
+from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.view import View, comparison_of, run_address, write_address
 from collage_monitor import wire
 from collage_monitor.diagnosis import NO_PROBLEM, finite
@@ -30,7 +30,6 @@ __all__ = [
     "group_rows",
     "headline_of",
     "rows",
-    "shown_columns",
     "sick_in",
 ]
 
@@ -112,7 +111,8 @@ def columns(view: View) -> list[dict[str, Any]]:
     """The table's columns as the view has them; what they mean stands in their header's tooltip."""
     known = {column.key: column for column in wire.RUN_COLUMNS if column.usual}
     found = [
-        _column(known[key]) if key in known else _of_configuration(key) for key in ("name", *shown_columns(view))
+        _column(known[key]) if key in known else _of_configuration(key)
+        for key in ("name", *(view.columns or USUAL))
     ]
     for column in found:
         if column.get("field") == view.sort.removeprefix("-"):
@@ -130,11 +130,6 @@ def _column(column: wire.RunColumn) -> dict[str, Any]:
     return (
         found if column.kind not in {"word", "text"} or "cellRenderer" in found else {**found, "tooltipField": key}
     )
-
-
-def shown_columns(view: View) -> tuple[str, ...]:
-    """The columns after the name: those that the reader chose, else the usual ones."""
-    return view.columns or USUAL
 
 
 def rows(table: Sequence[wire.RunRow]) -> list[dict[str, Any]]:

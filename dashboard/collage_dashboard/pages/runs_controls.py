@@ -11,9 +11,9 @@ import dash
 import dash_mantine_components as dmc
 from dash import ALL, Input, Output, State, dcc, html, no_update
 
-from collage_dashboard.components import filter_select, refusal, tags_of
+from collage_dashboard.components import filter_select, menu, refusal, tags_of
 from collage_dashboard.navigation import Choice, choices, clientside, pressed_button, register_choices, view_of
-from collage_dashboard.pages.runs_content import USUAL, columns, compare_link, shown_columns
+from collage_dashboard.pages.runs_content import USUAL, columns, compare_link
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import ARCHIVED, FILTERS, GROUPS, View, read_address
@@ -108,10 +108,9 @@ def _where(view: View) -> dmc.TagsInput:
 
 def columns_menu(view: View) -> html.Details:
     """The columns, to choose and to order; more of them are entries of the configuration, by path."""
-    named: dict[str, Any] = {"role": "group", "aria-label": "Columns"}
     chosen = dmc.TagsInput(
         id="runs-columns",
-        value=list(shown_columns(view)),
+        value=list(view.columns or USUAL),
         data=list(USUAL),
         size="xs",
         label="Columns, in order",
@@ -119,9 +118,7 @@ def columns_menu(view: View) -> html.Details:
         "You can drag headers, too. The page's address keeps the layout.",
         placeholder="optimizer.lr",
     )
-    return html.Details(
-        [html.Summary("Columns"), html.Div(chosen, className="menu-card", **named)], className="menu"
-    )
+    return menu("Columns", chosen)
 
 
 def tray(picked: Mapping[str, str]) -> Any:

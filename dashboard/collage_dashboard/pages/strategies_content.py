@@ -7,13 +7,11 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
-import plotly.graph_objects as go
 from dash import Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
@@ -29,8 +27,8 @@ from collage_dashboard.components import (
 )
 from collage_dashboard.descriptions import describe, state_key
 from collage_dashboard.figures import tradeoff
-from collage_dashboard.figures.style import DASHES, GRAPH_CONFIG, empty_figure, strategy_colour
-from collage_dashboard.run_styles import LineStyle, styles_of
+from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
+from collage_dashboard.run_styles import LineStyle, styles_of, told_apart
 from collage_dashboard.server_reader import Reader, explain
 from collage_dashboard.tables import Cell, Column, cell_content, column_cells, column_heads, wide_table
 from collage_dashboard.view import View
@@ -48,8 +46,6 @@ __all__ = [
     "STRATEGY_COLUMNS",
     "advice",
     "cost_card",
-    "cost_figure",
-    "counterfactual_cells",
     "counterfactual_table",
     "pair_of",
     "pair_question",
@@ -70,13 +66,7 @@ _METHODS: Final = {
 
 def strategy_styles(results: Sequence[StrategyResult]) -> list[LineStyle]:
     """How each strategy looks where one line stands for all of its runs."""
-    used: Counter[str] = Counter()
-    styles = []
-    for result in results:
-        colour = strategy_colour(result.strategy, result.dtype)
-        styles.append(LineStyle(_labelled(result), colour, DASHES[used[colour] % len(DASHES)]))
-        used[colour] += 1
-    return styles
+    return told_apart((_labelled(result), result.strategy, result.dtype) for result in results)
 
 
 def advice(found: Recommendation, view: View, results: Sequence[StrategyResult]) -> Any:
@@ -136,11 +126,6 @@ def _treat(results: Sequence[StrategyResult]) -> list[Any]:
     return [html.Button(said, id="compare-treat", className="textual"), " · "]
 
 
-def cost_figure(results: Sequence[StrategyResult], found: Recommendation) -> go.Figure:
-    """The loss against the bytes a parameter; the recommended strategy is marked."""
-    return tradeoff(results, chosen=found.chosen)
-
-
 def strategy_table(results: Sequence[StrategyResult]) -> dmc.Paper:
     """One row per strategy, costs first; numbers are means over its runs."""
     heads = ["Strategy", "Verdict", *column_heads(STRATEGY_COLUMNS)]
@@ -161,33 +146,24 @@ def about_strategies(results: Sequence[StrategyResult]) -> str:
 
 
 def counterfactual_table(runs: Sequence[wire.ComparedRun]) -> Any:
-    """How much other strategies would have kept of each run's own steps; or why that is unknown."""
-    title = html.H2(
-        "What other storage would have kept", className="card-title", title=describe(_COUNTERFACTUAL).help
-    )
-    heads, found = counterfactual_cells(runs)
-    if not found:
-        return _without_counterfactuals(title)
-    rows = [[run_label(style), *map(cell_content, cells)] for style, cells in found]
-    return wide_table(heads, rows, "What other storage would have kept", ABOUT_COUNTERFACTUALS, title=title)
-
-
-def counterfactual_cells(runs: Sequence[wire.ComparedRun]) -> tuple[list[str], list[tuple[LineStyle, list[Cell]]]]:
-    """The heads of the table, and a row for each run that measured counterfactuals."""
+    """How much other strategies would have kept of each run's own steps; None where no run measured it."""
     measured = [run for run in runs if any(split_key(key)[0] == _COUNTERFACTUAL for key in run.merged)]
+    if not measured:
+        return None
+    named = "What other storage would have kept"
+    title = html.H2(named, className="card-title", title=describe(_COUNTERFACTUAL).help)
     methods = [method for method in _METHODS if any(_kept(run, method) is not None for run in measured)]
     rows = [
-        (
-            style,
-            [
-                *(_counterfactual_cell(run, method) for method in methods),
-                (value_text(_PREDICTED, run.merged.get(_PREDICTED)), ""),
-            ],
-        )
+        [
+            run_label(style),
+            *(cell_content(_counterfactual_cell(run, method)) for method in methods),
+            value_text(_PREDICTED, run.merged.get(_PREDICTED)),
+        ]
         for run, style in zip(runs, styles_of(runs), strict=True)
         if run in measured
     ]
-    return ["Run", *(_METHODS[method] for method in methods), describe(_PREDICTED).title], rows
+    heads = ["Run", *(_METHODS[method] for method in methods), describe(_PREDICTED).title]
+    return wide_table(heads, rows, named, ABOUT_COUNTERFACTUALS, title=title)
 
 
 _PREDICTED: Final = "predicted_plain_lost_ratio"
@@ -197,14 +173,6 @@ ABOUT_COUNTERFACTUALS: Final = (
     "Stochastic rounding keeps 1 in the mean; below it stands its noise, in units of the update's square. "
     "The last column is the share of updates below half a gap. All of it is over the whole run."
 )
-
-
-def _without_counterfactuals(title: Any) -> dmc.Paper:
-    text = (
-        "Not measured in these runs: it is at about one step in a hundred, if the agent knows the intended update. "
-        "Train for longer, or with collage_agent.watch(model, optimizer, every=10)."
-    )
-    return card(title, dmc.Text(text, size="sm", className="quiet", mt=8), mt=14)
 
 
 def _kept(run: wire.ComparedRun, method: str) -> wire.Number | None:
@@ -293,7 +261,7 @@ def cost_card(results: Sequence[StrategyResult], found: Recommendation) -> dmc.P
     """The card of that picture. The curves tell what is missing in it."""
     title = "Loss against bytes per parameter"
     named: dict[str, Any] = {"aria-label": title, "role": "region", "tabIndex": "0"}
-    drawn = cost_figure(results, found)
+    drawn = tradeoff(results, chosen=found.chosen)
     graph = dcc.Graph(id="compare-cost", figure=drawn if drawn.data else empty_figure(""), config=GRAPH_CONFIG)
     return card(
         title,

@@ -1,7 +1,7 @@
 """The five classes, stacked: they add up to one at every point."""
 
 from collage_dashboard.figures import class_shares
-from collage_dashboard.figures.classes import CLASSES
+from collage_dashboard.figures.histogram import CLASSES
 
 from tests.dashboard.figures.answers import series
 

@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 import pytest
 from collage_dashboard.figures.series import shade_beyond
 from collage_dashboard.pages.run_content import draw
-from collage_dashboard.pages.run_marks import Story, cured_at
+from collage_dashboard.pages.run_curves import Story, cured_at
 from collage_dashboard.view import View
 
 from collage_monitor import wire

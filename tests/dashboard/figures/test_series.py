@@ -36,12 +36,12 @@ def test_the_figure_of_one_curve():
     assert figure["layout"]["showlegend"] is False
 
 
-def test_several_runs_have_a_legend_with_their_names():
+def test_several_runs_have_their_names_and_the_page_a_legend():
     lines = [NamedCurve("plain", RED, series([0.9])), NamedCurve("plus", BLUE, series([1.0]), "dash")]
     figure = curves("edq_ratio", lines).to_dict()
     assert [trace["name"] for trace in figure["data"]] == ["plain", "plus"]
     assert [trace["line"]["color"] for trace in figure["data"]] == [RED, BLUE]
-    assert figure["layout"]["showlegend"] is True
+    assert figure["layout"]["showlegend"] is False
 
 
 def test_undefined_and_non_finite_values_are_gaps_and_the_latter_are_counted():
