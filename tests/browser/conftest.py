@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,7 +22,14 @@ CHROMIUM_FLAGS = (
     "--disable-component-update",
     "--disable-sync",
     "--process-per-site",
+    # A page lives for seconds: it costs more than it saves to optimize its scripts, and to draw movements.
+    "--js-flags=--no-opt,--no-maglev,--single-threaded-gc",
+    "--force-prefers-reduced-motion",
+    "--disable-lcd-text",
+    "--num-raster-threads=1",
 )
+POLLING_MILLISECONDS = 50
+"""How often a page is asked whether it meets a condition: with each frame, as is usual, takes a tenth of a core."""
 
 
 @dataclass
@@ -56,11 +64,17 @@ def server_url(tmp_path_factory, runs):
         yield address, token_file
 
 
+@pytest.fixture(scope="package")
+def dashboard_port():
+    """One for the dashboards of all modules: what the browser has compiled of an address it compiles once."""
+    return free_port()
+
+
 @pytest.fixture(scope="module")
-def dashboard_url(server_url, tmp_path_factory):
+def dashboard_url(server_url, dashboard_port, tmp_path_factory):
     """The address of a dashboard that reads from the server."""
     address, token_file = server_url
-    with _dashboard(address, token_file, tmp_path_factory.mktemp("dashboard")) as url:
+    with _dashboard(address, token_file, tmp_path_factory.mktemp("dashboard"), port=dashboard_port) as url:
         yield url
 
 
@@ -128,6 +142,7 @@ def open_page(browser, contexts):
         context = contexts.pop() if contexts and cached else browser.new_context()
         page = context.new_page()
         page.set_default_timeout(1e3 * PATIENCE_SECONDS)
+        page.wait_for_function = partial(page.wait_for_function, polling=POLLING_MILLISECONDS)
         page.set_viewport_size({"width": width, "height": 1000})
         page.emulate_media(color_scheme=scheme)
         _forget(context, page, url)
@@ -180,8 +195,8 @@ def _served(folder, port=None):
 
 
 @contextmanager
-def _dashboard(server_url, token_file, folder, *more):
-    port = free_port()
+def _dashboard(server_url, token_file, folder, *more, port=None):
+    port = port or free_port()
     arguments = ("--port", port, "--server-url", server_url, "--token-file", token_file, *more)
     with running(
         command("serve", "dashboard", *arguments), f"http://127.0.0.1:{port}/healthz", folder / "dashboard.log"

@@ -85,8 +85,8 @@ def between(server_url):
 
 
 @pytest.fixture(scope="module")
-def dashboard_url(between, server_url, dashboard, tmp_path_factory):
-    with dashboard(between.url, server_url[1], tmp_path_factory.mktemp("between")) as url:
+def dashboard_url(between, server_url, dashboard, dashboard_port, tmp_path_factory):
+    with dashboard(between.url, server_url[1], tmp_path_factory.mktemp("between"), port=dashboard_port) as url:
         yield url
 
 
@@ -134,27 +134,49 @@ FALSE = ("logged yet", "throughput logged", "No step was measured", "no measured
 """What runs that log and measure everything must never be told, while their numbers are on their way."""
 
 
+@pytest.fixture(scope="module")
+def evaluated(server_url):
+    address, token_file = server_url
+    with Client(address, token_file.read_text().strip()) as client:
+        until(lambda: all(row.overview for row in client.run_table().rows), "the evaluation of all runs")
+
+
+OF_A_RUN = ["events", "heatmap", "layers", "run-plain", *["run-table"] * 2, *["series"] * 3]
+"""What its page asks; tables: of its row, and of the list beside it."""
+
+
 @pytest.mark.parametrize(
-    ("path", "there", "words"),
+    ("path", "there", "words", "questions"),
     [
-        ("/runs", ".ag-row .run-cell", ["master-weights", "Worst: plain"]),
+        ("/?q=pl", ".ag-row .run-cell", ["Collage plus", "Worst: plain"], ["run-filters", "run-table"]),
         (
             "/run/run-plain",
             "#run-panel .hm image",
             ["Loses 57.0 % of its updates now", "Validation loss", "6 runs, 2 sick"],
+            OF_A_RUN,
         ),
-        ("/compare?run=run-plain&run=run-plus", "#compare-chart-0 .trace", ["Use Collage plus", "losing updates"]),
-        ("/fleet", ".fleet img", ["states are stuck", "Collage plus"]),
-        ("/incidents", "#page a", ["No alert has fired"]),
+        (
+            "/compare?run=run-plain&run=run-plus",
+            "#compare-chart-3 .scatterlayer .trace",
+            ["Use Collage plus", "losing updates"],
+            ["compare", *["run-table"] * 2],
+        ),
+        ("/fleet", ".fleet img", ["states are stuck", "Collage plus"], None),
+        ("/incidents", "#page a", ["No alert has fired"], None),
     ],
 )
-def test_what_the_server_drew_stays_until_the_page_has_its_own_and_no_frame_lies(watched, path, there, words):
+def test_a_page_asks_once_and_what_the_server_drew_stays_until_it_has_its_own_and_no_frame_lies(
+    watched, between, evaluated, path, there, words, questions
+):
     """Rows went when the application came, and charts said that nothing was logged before their numbers came."""
     page = watched.page
+    between.asked.clear()
     page.add_init_script(f"({SEEN})({json.dumps([*words, *FALSE])})")
     page.goto(f"{watched.url}{path}")
-    page.locator(there).first.wait_for()
+    page.locator(there).first.wait_for(state="attached")
     page.locator("#opening").wait_for(state="detached")
+    page.wait_for_load_state("networkidle")
+    asked = list(between.asked)
     page.wait_for_function("before => window.seen.length > before + 30", arg=page.evaluate("seen.length"))
     seen = [set(frame) for frame in page.evaluate("seen")]
     assert set(words) <= seen[-1]
@@ -163,6 +185,12 @@ def test_what_the_server_drew_stays_until_the_page_has_its_own_and_no_frame_lies
         missing = sum(word not in frame for frame in shown)
         assert not missing, f"{missing} of {len(shown)} frames lack {word!r}"
     assert not set(FALSE) & set().union(*seen)
+    if questions is None:
+        return
+    assert len(set(asked)) == len(asked), "a question was asked twice"
+    assert sorted(one.partition("?")[0].rpartition("/")[2] for one in asked) == questions
+    tables = [httpx.URL(one).params for one in asked if "run-table" in one]
+    assert all("run_id" in one or int(one["limit"]) <= 60 for one in tables), "no page asks for all runs"
 
 
 def test_a_slow_server_is_waited_for_and_its_answers_appear(watched, between):
@@ -178,45 +206,6 @@ def test_a_slow_server_is_waited_for_and_its_answers_appear(watched, between):
         page.goto(f"{watched.url}/run/run-live")
         page.wait_for_selector("#run-panel .hm image")
         page.locator(".answer", has_text="Healthy.").wait_for()
-
-
-@pytest.mark.parametrize(
-    ("path", "there", "questions"),
-    [
-        ("/?q=plain", ".run-cell", ["run-filters", "run-table"]),
-        (
-            "/run/run-plain",
-            "#run-panel .hm image",
-            [
-                "events",
-                "heatmap",
-                "layers",
-                "run-plain",
-                *["run-table"] * 2,  # Its row, and the list beside it.
-                *["series"] * 3,
-            ],
-        ),
-        (
-            "/compare?run=run-plain&run=run-plus&run=run-light",
-            "#compare-chart-3 .scatterlayer .trace",
-            ["compare", *["run-table"] * 2],
-        ),
-    ],
-)
-def test_a_page_asks_each_question_once_while_it_opens(watched, between, server_url, path, there, questions):
-    address, token_file = server_url
-    with Client(address, token_file.read_text().strip()) as client:
-        until(lambda: all(row.overview for row in client.run_table().rows), "the evaluation of all runs")
-    between.asked.clear()
-    page = watched.page
-    page.goto(watched.url + path)
-    page.wait_for_selector(there)
-    until(lambda: len(between.asked) >= len(questions), "the last question")
-    page.wait_for_load_state("networkidle")
-    assert len(set(between.asked)) == len(between.asked), "a question was asked twice"
-    assert sorted(asked.partition("?")[0].rpartition("/")[2] for asked in between.asked) == questions
-    tables = [httpx.URL(asked).params for asked in between.asked if "run-table" in asked]
-    assert all("run_id" in asked or int(asked["limit"]) <= 60 for asked in tables), "no page asks for all runs"
 
 
 def test_an_error_goes_away_by_itself_when_the_server_is_back(watched, between):

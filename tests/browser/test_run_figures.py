@@ -2,18 +2,22 @@
 
 import csv
 import re
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from collage_dashboard.figures.style import STRATEGY_COLOURS
 
+from collage_monitor.client import Client
 from tests.browser.boxes import boxes, drag
 from tests.browser.questions import question_of
 from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun, demo_runs
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
+PLAIN = GeneratedRun("plain", "plain")
 STACKED = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
 
 
@@ -39,9 +43,32 @@ class Lossy(GeneratedRun):
         return found | {"elements": elements, "lost": lost, "faithful": elements - lost, "unchanged": lost}
 
 
+@dataclass
+class Thorough(GeneratedRun):
+    """It measures windows of 64 steps, the residuals of its weights, and their copies in bfloat16."""
+
+    def totals(self, step):
+        found = super().totals(step)
+        elements, intended = found["elements"], found["intended_squared_sum"]
+        return found | {
+            "window_intended_squared_sum/64": 64 * intended,
+            "window_intended_effective_sum/64": 48 * intended,
+            "window_effective_squared_sum/64": 48 * intended,
+            "window_active/64": elements,
+            "window_lost/64": 0.25 * elements,
+            "residual_elements": elements,
+            "residual_zero": 0.125 * elements,
+            "residual_dropped": 0 * elements,
+            "residual_fill_sum": 0.375 * elements,
+            "cast_elements/bf16": elements,
+            "cast_changed/bf16": 0.0625 * elements,
+        }
+
+
 @pytest.fixture(scope="module")
 def runs():
-    return [*demo_runs(), Lossy("lossy", "plain", steps=60, run_id="run-lossy")]
+    lossy = Lossy("lossy", "plain", steps=60, run_id="run-lossy")
+    return [*demo_runs(), lossy, Thorough("thorough", "plus", run_id="run-thorough")]
 
 
 def plot(kind, metric):
@@ -155,17 +182,6 @@ def test_charts_of_the_readers_own_stand_in_their_order_and_in_the_address(watch
     field.wait_for(state="hidden")
 
 
-def test_another_axis_shows_the_same_steps(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?tab=curves&from=50&to=155")
-    all_have(page, "axis.range[0] === 50 && axis.range[1] === 155")
-    page.get_by_text("Axes", exact=True).click()
-    for axis, first, last in (("Tokens", 50 * 2048, 155 * 2048), ("Time", 0.5 * 40, 0.5 * 145), ("Step", 50, 155)):
-        page.locator("#run-axis").get_by_text(axis).click()
-        all_have(page, f"axis.range[0] === {first} && axis.range[1] === {last}")
-        assert f"from={first:g}&to={last:g}" in page.url
-
-
 @pytest.mark.nightly
 @pytest.mark.drawn(by=lambda **_: ["an axis"])
 @pytest.mark.parametrize("axis", ["step", "tokens", "time"])
@@ -249,16 +265,6 @@ def test_a_heatmaps_colour_means_the_same_in_runs_of_different_ranges_and_it_run
         page.wait_for_function(f"{drawn}.querySelector('.xtitle').textContent.includes('{title}')")
 
 
-def test_a_heatmap_changes_its_colours_with_the_pages_ground(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plain")
-    page.wait_for_selector("#run-panel .hm image")
-    drawn = f"{plot('heatmap', 'lost_update_ratio')}.data[0]"
-    for scheme in ("dark", "light"):
-        page.get_by_role("button", name="Light or dark").click()
-        page.wait_for_function(f"'' + {drawn}.colorscale === '' + {drawn}.meta['{scheme}']")
-
-
 def seen(page, place):
     """Wait until the place is on the screen."""
     within = "box => box && box.top >= 0 && box.top < innerHeight - 80"
@@ -299,7 +305,9 @@ def test_a_layer_is_chosen_by_a_click_in_the_heatmap_or_by_name_and_its_row_is_f
     assert frame.evaluate("path => getComputedStyle(path).strokeWidth") == "2px"
 
 
-def test_titles_say_layer_and_steps_and_a_curve_has_its_strategys_colour(watched):
+def test_titles_say_layer_and_steps_a_curve_has_its_strategys_colour_and_a_heatmap_those_of_the_pages_ground(
+    watched,
+):
     page = watched.page
     page.goto(f"{watched.url}/run/run-plain?layer=blocks.0.mlp.up.weight&step=100")
     titles = page.locator("#run-stack .gtitle", has_text="mlp.up.weight")
@@ -308,6 +316,11 @@ def test_titles_say_layer_and_steps_and_a_curve_has_its_strategys_colour(watched
     assert edq == "blocks.0.mlp.up.weight"
     assert re.fullmatch(r"…mlp\.up\.weight: .* % → .* % since 100", lost), "of a clicked cell, what changed there"
     page.get_by_role("heading", name="Updates lost by layer").wait_for()
+    page.wait_for_selector("#run-panel .hm image")
+    map_ = f"{plot('heatmap', 'lost_update_ratio')}.data[0]"
+    for scheme in ("dark", "light"):
+        page.get_by_role("button", name="Light or dark").click()
+        page.wait_for_function(f"'' + {map_}.colorscale === '' + {map_}.meta['{scheme}']")
     page.wait_for_function(
         """colour => [...document.querySelectorAll('#run-stack .js-plotly-plot')].flatMap(plot => plot.data ?? [])
             .some(trace => trace.type === 'scatter' && trace.line?.color === colour)""",
@@ -358,3 +371,104 @@ def test_a_column_that_came_later_is_told_too(watched, growing):
     page.wait_for_function(f"{plot('heatmap', 'edq_ratio')}.data[0].x.at(-1) === 200")
     value = page.evaluate(f"{plot('heatmap', 'edq_ratio')}.data[0].z[2].at(-1)")
     assert said(page, "edq_ratio", 2, -1) == f"{value:.3f}"
+
+
+@pytest.fixture(scope="module")
+def overview(server_url):
+    address, token_file = server_url
+    with Client(address, token_file.read_text().strip()) as client:
+        until(lambda: all(row.overview for row in client.run_table().rows), "the evaluation of all runs")
+        yield client.overview("run-plain")
+
+
+def shares(first, last):
+    """By layer its share of what the model loses between two steps, from the totals that were sent."""
+    sent = [PLAIN.totals(step) for step in PLAIN.measured if first <= step <= last]
+    lost = np.maximum(sum(own["intended_squared_sum"] - own["intended_effective_sum"] for own in sent), 0.0)
+    return dict(zip((layer.name for layer in PLAIN.layers), lost / lost.sum(), strict=True))
+
+
+def test_the_first_sentence_is_the_headline_and_one_table_has_every_layer_with_its_share(watched, overview):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plus")
+    page.locator(".answer .verdict", has_text="Healthy.").wait_for()
+    page.goto(f"{watched.url}/run/run-plain")
+    said = page.locator(".answer .verdict")
+    said.wait_for()
+    sentence = said.inner_text().replace("!", "").strip()
+    assert sentence == overview.headline
+    assert sentence.startswith(f"Loses {100 * overview.now['lost_update_ratio']:.1f} % of its updates now")
+    assert page.get_by_text(overview.text).is_hidden()
+    page.get_by_text("Why", exact=True).click()
+    page.get_by_text(overview.text).wait_for()
+    page.get_by_role("tab", name="Layers").click()
+    rows = page.locator(".layers-grid .ag-center-cols-container .ag-row")
+    rows.nth(len(PLAIN.layers) - 1).wait_for(state="attached")
+    found = {}
+    for row in rows.all():
+        cells = {name: row.locator(f"[col-id='{name}']").inner_text() for name in ("layer", "share", "since")}
+        found[cells["layer"]] = float(cells["share"].replace("\u00a0%", "")) / 100
+    wanted = shares(overview.first_step, overview.last_step)
+    assert found == pytest.approx(wanted, abs=6e-4)
+    assert list(wanted) != sorted(wanted, key=wanted.get, reverse=True), "the order says something"
+    first = page.locator(".layers-grid .ag-row[row-index='0'] [col-id='layer']")
+    assert first.inner_text() == max(wanted, key=wanted.get) == overview.worst[0].layer
+    page.locator(".layers-grid .ag-floating-filter input").first.fill("mlp.up")
+    page.wait_for_function(
+        "document.querySelectorAll('.layers-grid .ag-center-cols-container .ag-row').length === 2"
+    )
+
+
+def test_a_chosen_layers_card_stands_at_its_side_with_the_numbers_of_the_step_and_the_tabs_in_sight(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain?tab=table")
+    row = page.locator(".layers-grid .ag-row", has_text="blocks.1.mlp.up.weight")
+    row.locator(".ag-cell").first.click()
+    card = page.locator("#run-layer-card")
+    card.get_by_role("heading", name="blocks.1.mlp.up.weight").wait_for()
+    page.wait_for_function("location.search.includes('layer=blocks.1.mlp.up.weight')")
+    shown, panel = boxes(card, page.locator("#run-panel"))
+    assert shown["x"] >= panel["x"] + panel["width"], "beside, not above"
+    assert 0 <= shown["y"] < page.viewport_size["height"], "where it is looked for"
+    page.get_by_role("tab", name="Overview").click()
+    page.wait_for_selector("#run-panel .hm image")
+    page.locator("[data-map]").focus()
+    for key in ("ArrowRight", "ArrowDown", "Enter"):
+        page.keyboard.press(key)
+    page.wait_for_function("location.search.includes('step=')")
+    step = int(page.evaluate("new URLSearchParams(location.search).get('step')"))
+    card.get_by_text(f"at step {step:,}").wait_for()
+    plots = "document.querySelectorAll('#run-stack .js-plotly-plot, #run-panel .js-plotly-plot')"
+    marked = f"[...{plots}].filter((plot) => plot.layout.shapes?.some(({{x0}}) => x0 === {step}))"
+    page.wait_for_function(f"{marked}.length === 4")
+    layer = page.evaluate("new URLSearchParams(location.search).get('layer')")
+    place = [known.name for known in PLAIN.layers].index(layer)
+    totals = PLAIN.totals(step)
+    edq = totals["intended_effective_sum"][place] / totals["intended_squared_sum"][place]
+    assert float(card.locator("[data-metric='edq_ratio'] .value").inner_text()) == pytest.approx(edq, abs=5e-4)
+    page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
+    tab = page.get_by_role("tab", name="Norms").bounding_box()
+    assert 0 <= tab["y"] < 80
+
+
+@pytest.mark.nightly
+def test_a_layer_tells_its_windows_residuals_and_copies(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-thorough?layer=blocks.1.mlp.up.weight")
+    card = page.locator("#run-layer-card")
+    card.get_by_role("heading", name="blocks.1.mlp.up.weight").wait_for()
+    told = {
+        "edq_window_ratio/64": ("EDQ over a window, 64", "0.750"),
+        "lost_window_ratio/64": ("Updates lost over a window, 64", "25.0 %"),
+        "residual_fill_ratio": ("Residual", "0.3750"),
+        "residual_zero_ratio": ("Residual", "12.5 %"),
+        "residual_dropped_ratio": ("Residual", "0 %"),
+        "cast_changed_ratio/bf16": ("Copies changed, bf16", "6.2 %"),
+    }
+    for metric, (title, value) in told.items():
+        own = card.locator(f"[data-metric='{metric}']")
+        assert own.get_by_role("heading").inner_text().startswith(title), metric
+        assert own.locator(".value").inner_text() == value, metric
+    page.get_by_role("tab", name="States").click()
+    for metric in ("residual_fill_ratio", "residual_zero_ratio"):
+        page.wait_for_selector(f"""#run-panel [id*='"metric":"{metric}"'] .scatterlayer .trace""", state="attached")

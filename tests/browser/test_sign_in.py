@@ -23,9 +23,11 @@ def client(server_url):
 
 
 @pytest.fixture(scope="module")
-def dashboard_url(server_url, dashboard, tmp_path_factory):
+def dashboard_url(server_url, dashboard, dashboard_port, tmp_path_factory):
     address, token_file = server_url
-    with dashboard(address, token_file, tmp_path_factory.mktemp("sign-in"), "--sign-in") as url:
+    with dashboard(
+        address, token_file, tmp_path_factory.mktemp("sign-in"), "--sign-in", port=dashboard_port
+    ) as url:
         yield url
 
 
