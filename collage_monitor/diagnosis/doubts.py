@@ -46,6 +46,7 @@ def doubts(case: Case) -> Iterator[Finding]:
     """Every reason not to call a run healthy, each a function."""
     for doubt in (
         _silent_ranks,
+        _at_the_launch,
         nothing_but_decay,
         _replaced,
         little_measured,
@@ -122,6 +123,14 @@ def _silent_ranks(case: Case) -> Iterator[Finding]:
             silence(silent).partition(" since")[0],
         )
         yield _doubt(text, f"only {short}", "elements", silent.held, _HELD_BY_ALL)
+
+
+def _at_the_launch(case: Case) -> Iterator[Finding]:
+    """What may have been lost at a resume counts as long as the recent past reaches back to it."""
+    first = case.evidence.first_step
+    for doubt in case.watch.launch_doubts if case.watch else []:
+        if first is not None and first <= doubt.step:
+            yield _doubt(doubt.text, doubt.short, "launch_doubts")
 
 
 def _replaced(case: Case) -> Iterator[Finding]:

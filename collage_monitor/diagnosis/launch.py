@@ -1,7 +1,7 @@
 """Sentences about what a launch begins without, or with what does not fit, as found around its first step.
 
 Each function makes the `ResumeLoss` of one fault: the agent knows the facts, here they become words. `residuals.py`
-judges them. Sentences are free (`tests/agent/watching/test_resume_check.py`).
+judges faults, `doubts.py` what may be meant. Sentences are free (`tests/agent/watching/test_resume_check.py`).
 """
 
 from __future__ import annotations
@@ -129,21 +129,23 @@ def states_forgotten(lost: int, states: int, layers: Collection[str], saved: int
     return ResumeLoss(kind="averages", text=text, short=f"the resume {short}", step=step)
 
 
-def begins_beside_others(layers: Collection[str], taken: int) -> str:
-    """A note: layers take their first step where others have taken `taken`."""
-    return (
+def begins_beside_others(layers: Collection[str], taken: int, step: int) -> ResumeLoss:
+    """A doubt: layers take their first step where others have taken `taken`."""
+    text = (
         f"{_some(layers)} took a first step beside layers that had taken {taken:,}: new or set free here, "
         "or states that did not come through"
     )
+    return ResumeLoss(kind="averages", text=text, short=f"{_some(layers)} began anew", step=step)
 
 
-def weights_are_narrow(dtype: str, taken: int | None) -> str:
-    """A note: wide weights that steps have moved are 16-bit numbers, beside averages that are none."""
+def weights_are_narrow(dtype: str, taken: int | None, step: int) -> ResumeLoss:
+    """A doubt: wide weights that steps have moved are 16-bit numbers, beside averages that are none."""
     steps = "" if taken is None else f" after {taken:,} steps"
-    return (
+    text = (
         f"every weight began this launch as a {dtype} number{steps}, beside averages that are none: if it was "
         "wider before, what it held beyond that is gone; save weights in the dtype that they are trained in"
     )
+    return ResumeLoss(kind="masters", text=text, short="weights may have been rounded", step=step)
 
 
 def empty_step_counted() -> str:

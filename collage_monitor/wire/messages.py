@@ -346,10 +346,10 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     is the last one of the weights, and `kept_since` the first measured step since weights and states are kept as
     they are now: of the watch, or after its last load of states or change of strategy or dtype. `trained` says
     what each optimizer trains. `expected` holds the expectations, as text, and `broken` those that do not hold.
-    `resume_losses` lists what the launch began without, or with what does not fit; `continuation` compares its
-    start with what an earlier launch saved, and `steps_before` is the number of steps taken before it. `coverage`
-    is there if other weights get gradients.
-    `door` is the framework through which the watch was attached; "torch" is the training's own loop.
+    `resume_losses` lists what the launch began without, or with what does not fit, `launch_doubts` what may be
+    that, or meant; `continuation` compares its start with what an earlier launch saved, and `steps_before` is the
+    number of steps taken before it. `coverage` is there if other weights get gradients. `door` is the
+    framework through which the watch was attached; "torch" is the training's own loop.
     """
 
     optimizer: Name
@@ -371,6 +371,7 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     expected: Text = ""
     broken: list[Breach] = field(default_factory=list)
     resume_losses: list[ResumeLoss] = field(default_factory=list)
+    launch_doubts: list[ResumeLoss] = field(default_factory=list)
     continuation: Continuation | None = None
     steps_before: Index | None = None
     coverage: Coverage | None = None

@@ -109,3 +109,16 @@ def test_what_a_resume_lost_counts_while_the_recent_past_reaches_back_to_it(kind
     assert judged_at(1, lasting=False).health == word
     assert judged_at(0, lasting=False).health == "healthy"
     assert judged_at(0, lasting=True).health == word
+
+
+def test_what_a_resume_may_have_lost_is_a_doubt_for_as_long():
+    def judged_at(step, **watch):
+        doubt = wire.ResumeLoss(kind="averages", text="it may be gone", short="may be gone", step=step)
+        return judged(GOOD, {"a": layer()}, launch_doubts=[doubt], **watch)
+
+    found = judged_at(1)
+    assert (found.health, found.short, found.headline) == ("unknown", "may be gone", "It may be gone.")
+    assert [finding.alert for finding in found.findings] == [""]
+    assert judged_at(0).health == "healthy"
+    loss = wire.ResumeLoss(kind="averages", text="it is gone", step=1)
+    assert judged_at(1, resume_losses=[loss]).health == "steps are off"

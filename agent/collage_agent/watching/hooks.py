@@ -48,7 +48,6 @@ from collage_monitor.totals_table import Table
 __all__ = ["OptimizerHooks", "is_watched"]
 
 _LOGGER = logging.getLogger("collage_agent")
-_HOST: Final = torch.device("cpu")
 _IS_META: Final = attrgetter("is_meta")
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -248,8 +247,10 @@ class OptimizerHooks:
             fitting=self._fitting,
             sparse=self.measurer.sparse,
         )
-        described = replace_fields(described, resume_losses=self.losses, continuation=self.saved.continuation)
-        return described if self.foreign is None else replace_fields(described, optimizer=self.foreign.named)
+        named = described.optimizer if self.foreign is None else self.foreign.named
+        doubts = self.resume.doubts if self.saved.continuation is None else []
+        told = {"resume_losses": self.losses, "launch_doubts": doubts, "continuation": self.saved.continuation}
+        return replace_fields(described, optimizer=named, **told)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -283,8 +284,7 @@ class OptimizerHooks:
             # An earlier step raised, or steps ran unseen: drop what was gathered for them.
             self._missed_steps = False
             self.measurer.step_raised()
-        self._depth = 1
-        self._measuring = False
+        self._depth, self._measuring = 1, False
         self.skipped.count_call()
         if self._guard.disabled or self._iterations is None:
             return None
@@ -476,4 +476,4 @@ def _device_of(measurer: StepMeasurer) -> torch.device:
     for entry in measurer.watched:
         if entry.stepped:
             return entry.parameter.device
-    return _HOST
+    return torch.device("cpu")

@@ -95,7 +95,8 @@ def holds(dtype: torch.dtype, numbers: Tensor) -> bool:
 def weights_were_rounded(kept: KeptStates) -> torch.dtype | None:
     """The 16-bit dtype that holds every wide weight which steps have moved, beside averages that it does not hold.
 
-    An optimizer of 16-bit weights would have left averages of 16 bits. None: there is no such dtype. Reads samples.
+    An optimizer of 16-bit weights would have left averages of that dtype. None: there is no such dtype, or one of
+    them holds the averages, too. Reads samples.
     """
     narrow, beside, found = list(NARROW), dict.fromkeys(NARROW, False), 0
     for entry, state, intent in kept:
@@ -111,4 +112,4 @@ def weights_were_rounded(kept: KeptStates) -> torch.dtype | None:
         found += int(weight.count_nonzero())
         for dtype in narrow:
             beside[dtype] |= any(own.dtype.itemsize >= 4 and not holds(dtype, own) for own in averages)
-    return next((dtype for dtype in narrow if beside[dtype] and found >= _FEWEST), None)
+    return narrow[0] if narrow and found >= _FEWEST and all(beside[dtype] for dtype in narrow) else None

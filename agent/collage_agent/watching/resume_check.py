@@ -102,12 +102,12 @@ def _largest(counts: Sequence[Any]) -> float:
 
 
 class ResumeCheck:
-    """`losses`: the losses in the order of their discovery, each kind once. `note`: a sentence, "" without one."""
+    """`losses`: in the order of discovery, each kind once. `doubts`: what may be one. `note`: a sentence, or ""."""
 
     def __init__(self, *, alone: bool = False) -> None:
         """alone: one parameter is looked at; the counts of others, stepped at other times, tell nothing of it."""
         self._alone = alone
-        self.losses: list[wire.ResumeLoss] = []
+        self.losses, self.doubts = list[wire.ResumeLoss](), list[wire.ResumeLoss]()
         self._taken: int | None = None
         self._some: list[float] = []
         self._absent: list[tuple[Tensor, str]] = []
@@ -149,7 +149,7 @@ class ResumeCheck:
             self._without = [own for own in watched if own.stepped and not held(own.parameter, {})]
             self._empty_layers = [own for own in _empty_in_layers(kept) if own.name not in self._empty]
             if (dtype := weights_were_rounded(kept)) is not None:
-                self.note = launch.weights_are_narrow(dtype_name(dtype), taken)
+                self.doubts.append(launch.weights_are_narrow(dtype_name(dtype), taken, step))
         self._apart = list(_apart_from_masters(kept))
         self._note(*_in_narrow_counters(counters, step))
 
@@ -181,7 +181,8 @@ class ResumeCheck:
         self._note_layers(optimizer, step)
         without, self._without = self._without, []
         made = [own.name for own in without if state_of(optimizer, own.parameter)]
-        self.note = launch.begins_beside_others(made, self._taken) if made and self._taken else self.note
+        if made and self._taken:
+            self.doubts.append(launch.begins_beside_others(made, self._taken, step))
         if self._counted_empty and any(_holding(kept, _is_filled).values()):
             self.note = launch.empty_step_counted()
         if self._taken and self._stands_still(optimizer, kept.watched):

@@ -180,6 +180,7 @@ def joined(infos: Sequence[wire.WatchInfo]) -> wire.WatchInfo:
         conversion=next((info.conversion for info in by_size if info.conversion is not None), None),
         trained=[entry for info in infos for entry in info.trained],
         resume_losses=[loss for info in infos for loss in info.resume_losses],
+        launch_doubts=[doubt for info in infos for doubt in info.launch_doubts],
         continuation=next((info.continuation for info in by_size if info.continuation is not None), None),
     )
 

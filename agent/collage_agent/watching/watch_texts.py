@@ -143,16 +143,17 @@ def judgement_text(evidence: Evidence, summary: Mapping[str, Any]) -> str:
     notes = [f"  finding: {found}" for found in (info.fingerprint.findings if info.fingerprint else ())]
     notes += [f"  expectation broken: {breach}" for breach in info.broken]
     notes += [f"  note: {info.intent_reason}"] if info.intent_reason else []
+    found = judge(evidence)
+    told = {finding.text for finding in found.findings}
+    notes += [f"  note: {doubt.text}" for doubt in info.launch_doubts if doubt.text not in told]
     notes += [f"  note: {info.conversion}"] if info.conversion is not None else []
     notes += [f"  note: {info.continuation}"] if info.continuation is not None else []
     if Case(evidence).all_skipped:
-        found = judge(evidence)
-        told = [found.headline, *found.advice_lines]
-        return "\n".join([f"{head}: {found.health}", *(f"  {line}" for line in told), *notes])
+        lines = [found.headline, *found.advice_lines]
+        return "\n".join([f"{head}: {found.health}", *(f"  {line}" for line in lines), *notes])
     if not evidence.model:
         due = f"steps divisible by {info.every} (fewer where they cost too much), and the first one of this launch"
         return "\n".join([f"{head}: nothing measured yet; to be measured: {due}", *notes])
-    found = judge(evidence)
     lines = [f"{head}, step {evidence.last_step}: {found.health}"]
     lines += [f"  {found.headline}"] if found.against else []
     lines += [f"  {found.text}"]

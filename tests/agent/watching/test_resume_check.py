@@ -70,7 +70,8 @@ ALL = [(way, dtype) for way in ways() for dtype in way.dtypes]
 @pytest.mark.parametrize("count", [1, 2, STEPS, 40])
 @pytest.mark.parametrize(("way", "dtype"), ALL, ids=[f"{named(way)}, {str(dtype)[6:]}" for way, dtype in ALL])
 def test_a_resume_that_lost_nothing_is_not_accused(way, dtype, count):
-    assert Saved(way, dtype, count).watched().info.resume_losses == []
+    info = Saved(way, dtype, count).watched().info
+    assert (info.resume_losses, info.launch_doubts) == ([], [])
 
 
 LOADS_WELL = [way for way in ways() if way.who in ("ours", "schedulefree") or way.name in ("AdamW", "AdamW, fp32")]
@@ -291,6 +292,22 @@ def test_an_average_that_one_layer_lost_is_missed(name):
     (loss,) = handle.info.resume_losses
     assert (loss.kind, loss.short) == ("averages", f"a resume lost {name} of 1.weight")
     assert handle.judgement().health == "steps are off"
+
+
+def test_a_layer_whose_states_are_missing_beside_others_is_a_doubt():
+    """Told was a note beside "healthy": it may have been set free, or not have come through."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trained(model, optimizer, 20)
+    del optimizer.state[model.bias]
+    handle = watch(model, optimizer, every=1, budget=None)
+    trained(model, optimizer, 1)
+    found = handle.judgement()
+    assert (found.health, found.short) == ("unknown", "bias began anew")
+    assert "ias took a first step beside layers that had taken 20" in found.headline
+    assert str(handle).count("took a first step") == 1
+    assert handle.info.resume_losses == []
 
 
 class CallsAgain(torch.optim.AdamW):

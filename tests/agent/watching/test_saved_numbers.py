@@ -315,6 +315,8 @@ def test_wide_weights_that_begin_as_16_bit_numbers_beside_wider_averages_are_tol
     handles = [watch(own, by, every=1, budget=None) for own, by in ((resumed, loaded), (model, optimizer))]
     for own, by in ((resumed, loaded), (model, optimizer)):
         trained(own, by, 2)
-    told = [f"as a {str(dtype)[6:]} number after 20 steps" in str(handle) for handle in handles]
+    found = [handle.judgement() for handle in handles]
+    told = [f"as a {str(dtype)[6:]} number after 20 steps" in own.text for own in found]
+    assert told == [own.short == "weights may have been rounded" for own in found]
     assert told == [trained_in is torch.float32, False]
     assert all(handle.info.resume_losses == [] for handle in handles)
