@@ -54,7 +54,7 @@ _STUCK: Final = Bound("state_decrement_ratio", "<", 1 - STATE_TOLERANCE, alert_t
 _SECOND_MOMENT: Final = Bound("state_decrement_ratio/exp_avg_sq", "<", 1 - STATE_TOLERANCE, alert_threshold=0.5)
 _FAST: Final = Bound("state_decrement_ratio", ">", 1 + STATE_TOLERANCE, alert_threshold=math.inf)
 _INCREMENT: Final = STATE_RATIOS[1]
-_SUM_SLOW: Final = Bound(_INCREMENT, "<", 1 - STATE_TOLERANCE, alert_threshold=-math.inf)
+_SUM_SLOW: Final = Bound(_INCREMENT, "<", 1 - STATE_TOLERANCE, alert_threshold=0.5)
 _SUM_FAST: Final = Bound(_INCREMENT, ">", 1 + STATE_TOLERANCE, alert_threshold=math.inf)
 DECAY: Final = Bound("decay_ratio", "<", 0.5)
 _ORACLE_LOW: Final = Bound("edq_oracle_ratio", "<", 1 - ORACLE_TOLERANCE, alert_threshold=0.75, to_nearest=True)
@@ -113,7 +113,7 @@ def _states(case: Case) -> Iterator[Finding]:
             own, other = ("shrinks", "grow") if sums else ("grows", "shrink")
             wrong = f"{own} instead"
             text = f"the state {name} {own} where it should {other}, by {-value:.2f} times as much"
-        yield Finding(health, text, key, value, bound, short=f"{name} {wrong}", now=now)
+        yield Finding(health, text, key, judged, bound, short=f"{name} {wrong}", now=now)
 
 
 def rounds_decay(case: Case) -> frozenset[str]:
@@ -181,18 +181,20 @@ PROBLEMS: Final = (
         for_seconds=900.0,
         severity="warning",
         on_by_default=True,
-        summary="the second moment decays less than half as much as it should",
+        summary="the second moment decays, or its sum grows, less than half as much as it should",
         meaning=(
-            "Its format rounds its decay away: the average can grow, but hardly shrink. As gradients fall, steps "
-            "become too small, and edq_ratio still reads 1."
+            "Its format rounds these changes away. An average can grow, but hardly shrink: as gradients fall, "
+            "steps become too small. A sum, as Adagrad's, stands still: steps stay too large. edq_ratio still "
+            "reads 1."
         ),
         other_causes=(
-            "gradients that grow in every step: few elements should have shrunk, and the ratio is noisy",
+            "gradients that grow in every step: few elements of an average should have shrunk, and the ratio is "
+            "noisy",
         ),
         checks=(_gradients_grow,),
         first_step=(
             "Follow the run's advice, which names a way to keep the second moment that fits the optimizer. "
-            "Or lower β₂ to a value that the format can decay."
+            "Or lower the β₂ of an average to a value that the format can decay."
         ),
     ),
     Problem.with_alert(

@@ -18,11 +18,12 @@ FOREACH = {"fingerprint": wire.Fingerprint(implementation="foreach", stochastic_
 WINDOW = {"edq_window_ratio/64": 0.8, **LOST}
 MASTERS = wire.ResumeLoss(kind="masters", text="master weights are gone", step=50, lasting=True)
 EPS = {"nonfinite_params": 3.0}
+SUM = "state_increment_ratio/sum"
 
 
-def evidence(model=None, layers=None, logged=None, **watch):
+def evidence(model=None, layers=None, logged=None, now=None, **watch):
     info = wire.WatchInfo(optimizer="AdamW", **{"observed_strategy": "plain", "dtype": "bfloat16", **watch})
-    return Evidence({**GOOD, **(model or {})}, layers or {}, info, 1, 100, logged=logged or {})
+    return Evidence({**GOOD, **(model or {})}, layers or {}, info, 1, 100, logged=logged or {}, now=now or {})
 
 
 TABLE = {
@@ -63,6 +64,14 @@ TABLE = {
         "CollageSecondMomentStuck",
     ),
     "second moment a little": (evidence({STATE: 0.8}), "states are stuck", "exp_avg_sq is stuck", ""),
+    "sum": (evidence({SUM: 0.4}), "states are stuck", "sum is stuck", "CollageSecondMomentStuck"),
+    "sum now": (
+        evidence({SUM: 0.95}, now={SUM: 0.4}),
+        "states are stuck",
+        "sum is stuck",
+        "CollageSecondMomentStuck",
+    ),
+    "sum a little": (evidence({SUM: 0.6}), "states are stuck", "sum is stuck", ""),
     "first moment": (
         evidence({"state_decrement_ratio/exp_avg": 0.02}),
         "states are stuck",

@@ -1,6 +1,8 @@
 """How a sum grows, such as Adagrad's, is judged as the decrements of averages are."""
 
 import pytest
+import torch
+from collage_agent.handle import watch
 
 from collage_monitor import wire
 from collage_monitor.diagnosis import Evidence, judge
@@ -61,3 +63,20 @@ def test_chance_is_no_fault_of_a_sum_that_is_rounded_at_random():
     # What chance could have moved here from 0 confirms nothing.
     model["state_increment_noise_ratio/sum"] = 0.35
     assert judged(model, strategy="stochastic").health == "unknown"
+
+
+def test_a_sum_that_stands_still_wakes():
+    """Adagrad's in bfloat16, from some hundred steps on: no alert spoke of it."""
+    torch.manual_seed(0)
+    weight = torch.nn.Linear(24, 24, bias=False).to(torch.bfloat16)
+    optimizer = torch.optim.Adagrad(weight.parameters(), lr=1e-2)
+    handle = watch(weight, optimizer, every=20, budget=None)
+    for _ in range(700):
+        weight.weight.grad = torch.randn(24, 24).sign().to(torch.bfloat16)
+        optimizer.step()
+    finding = next(found for found in handle.judgement().findings if found.key == SUM)
+    assert (finding.health, finding.alert, finding.value) == (
+        "states are stuck",
+        "CollageSecondMomentStuck",
+        9 / 32,
+    )
