@@ -15,6 +15,7 @@ from typing import Final, Literal
 from msgspec.structs import replace
 
 from collage_monitor.diagnosis.remedies import remedy
+from collage_monitor.diagnosis.words import MADE_BY_THE_STEP
 from collage_monitor.metrics import STATE_RATIOS, split_key
 from collage_monitor.strategies import more_exact, recommend
 from collage_monitor.wire import Advice, Choice, Door, Finding, Trained, WatchInfo
@@ -49,6 +50,11 @@ _AVERAGE: Final = Advice(
 _NOT_FINITE: Final = Advice(
     "the run", "stop it, and resume from a checkpoint before this step with a lower learning rate or with clipping"
 )
+_NOT_FINITE_OF_FINITE: Final = Advice(
+    "the run",
+    "stop it, and resume from a checkpoint before this step with a larger eps, a lower learning rate, or weights "
+    "in float32 under torch.autocast",
+)
 _OF_WHAT_IS_NOT_FINITE: Final = {
     "state_infinite_ratio": Advice(
         "the optimizer",
@@ -67,7 +73,8 @@ def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> list[Advi
     if told is not None:
         return [told]
     if findings and findings[0].health == "not finite":
-        return [_OF_WHAT_IS_NOT_FINITE.get(findings[0].key.partition("/")[0], _NOT_FINITE)]
+        of_others = _NOT_FINITE_OF_FINITE if MADE_BY_THE_STEP in findings[0].text else _NOT_FINITE
+        return [_OF_WHAT_IS_NOT_FINITE.get(findings[0].key.partition("/")[0], of_others)]
     average = [_AVERAGE for finding in findings if finding.key == "average_lost_ratio"]
     if lacking is None or watch is None:
         return average

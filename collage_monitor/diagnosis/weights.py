@@ -23,7 +23,7 @@ from collage_monitor.diagnosis.causes import (
 from collage_monitor.diagnosis.evidence import Values, finite, labelled
 from collage_monitor.diagnosis.problem import Bound, Problem
 from collage_monitor.diagnosis.remedies import LOSS
-from collage_monitor.diagnosis.words import percent
+from collage_monitor.diagnosis.words import MADE_BY_THE_STEP, percent
 from collage_monitor.wire import Finding
 
 __all__ = ["OF_AVERAGES", "PROBLEMS", "average_findings"]
@@ -52,7 +52,7 @@ def _not_finite(case: Case) -> Iterator[Finding]:
             text += f", in {worst}{more}"
         if case.number("nonfinite_grads") == 0:
             narrow = case.trains("float16")
-            text += "; the gradients were finite, so the step made them" + (_SMALL_EPS if narrow else "")
+            text += f"; {MADE_BY_THE_STEP}" + (_SMALL_EPS if narrow else "")
         short = f"{count:,.0f} weights are not finite"
         yield Finding("not finite", text, _WEIGHTS.metric, count, 0.0, short=short)
     if count := case.number(_RESIDUALS.metric):

@@ -17,6 +17,7 @@ __all__ = [
     "CAVEATS",
     "GRAVITY",
     "Health",
+    "MADE_BY_THE_STEP",
     "NO_PROBLEM",
     "WORDS_VERSION",
     "gravity",
@@ -53,6 +54,7 @@ GRAVITY: Final[tuple[Health, ...]] = (
 )
 """Bad words, the gravest first."""
 _PLACES: Final[dict[str, int]] = {word: place for place, word in enumerate((*GRAVITY, "unknown", "healthy"))}
+MADE_BY_THE_STEP: Final = "the gradients were finite, so the step made them"
 _NEARLY_ALL: Final = 0.995
 _NAMED_BY_GROUP: Final = re.compile(r"(optimizer\d+\.)?group\d+\.\d+")
 CAVEATS: Final = (

@@ -127,6 +127,7 @@ def test_weights_that_are_not_finite_are_named_with_their_layer_and_what_made_th
     assert found.deciding is not None
     # The number is the whole model's: alerts take no finding of a layer for the run's.
     assert (found.health, found.deciding.text, found.deciding.layer) == ("not finite", expected, None)
+    assert ("with a larger eps" in found.advised, "clipping" in found.advised) == (bool(trained), not trained)
 
 
 def test_a_state_that_is_infinite_is_no_loss_of_updates():
