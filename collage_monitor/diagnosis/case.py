@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from collage_monitor.diagnosis.evidence import Evidence, finite, longest_window
+from collage_monitor.diagnosis.evidence import Evidence, finite, labelled, longest_window
 from collage_monitor.metrics import STATE_RATIOS, split_key
 from collage_monitor.strategies import STRATEGIES
 
@@ -23,6 +23,8 @@ LAYER_LOST: Final = 0.5
 """Of a layer's updates, by their number and by their error: the most of them."""
 LAYER_TOLERANCE: Final = 1e-5
 """Layers with no larger share of Σ u² were not to move."""
+_FP32_DECAYS: Final = 0.9
+"""Of its decrements: rounding in float32 takes less of an average."""
 _MOVES: Final = {"lost_update_ratio": LOST_TOLERANCE, **dict.fromkeys(STATE_RATIOS, 0.1)}
 """A change that is told of the newest steps; of other metrics EDQ_TOLERANCE."""
 
@@ -94,20 +96,39 @@ class Case:
 
         Either alone would not do: large steps move each weight now and then though the small ones are lost.
         """
-        window, moved = longest_window(self.model, "lost_window_ratio"), self.number("oracle_displacement_ratio")
-        if window is None or window[0] < _LONG_WINDOW or window[1] > LOST_TOLERANCE:
-            return False
-        return moved is not None and moved >= 1 - EDQ_TOLERANCE
+        moved = self.number("oracle_displacement_ratio")
+        return self._moves_in_windows and moved is not None and moved >= 1 - EDQ_TOLERANCE
+
+    @property
+    def _moves_in_windows(self) -> bool:
+        window = longest_window(self.model, "lost_window_ratio")
+        return window is not None and window[0] >= _LONG_WINDOW and window[1] <= LOST_TOLERANCE
 
     @property
     def feeds_back(self) -> bool:
         """Whether what rounding to nearest takes of a step comes back in later ones, though nothing stands beside
-        the weights: then u holds errors of earlier steps, and only the oracle says what was meant."""
+        the weights: then u holds errors of earlier steps, and only the oracle says what was meant.
+
+        All of it comes back, or an average takes it: one in float32 that does not decay as it should.
+        """
         loses = (self.number("lost_update_ratio") or 0.0) > LOST_TOLERANCE
-        return loses and self.arrives_later and not (self.stochastic or self.keeps_more_than_visible)
+        if not loses or self.stochastic or self.keeps_more_than_visible or not self._moves_in_windows:
+            return False
+        return self.arrives_later or (
+            self.number("oracle_displacement_ratio") is not None and self._average_is_written
+        )
+
+    @property
+    def _average_is_written(self) -> bool:
+        states = self.fingerprint.states if self.fingerprint else {}
+        averages = labelled(self.model, STATE_RATIOS[0])
+        return any(states.get(name) == "float32" and value < _FP32_DECAYS for name, value in averages.items())
 
     def losing_layers(self) -> list[str]:
-        """Layers that round to nearest and lose most of their updates, the largest loss of Σ u² first."""
+        """Layers that round to nearest and lose most of their updates, the largest loss of Σ u² first; none if
+        that arrives later."""
+        if self.arrives_later or self.feeds_back:
+            return []
         moved = [name for name, square in self._squares.items() if square and self.rounds_at_random(name) is False]
         losing = [name for name in moved if (self.number("lost_update_ratio", name) or 0.0) > LAYER_LOST]
         return sorted(

@@ -76,7 +76,7 @@ def _losing(case: Case, told: Finding) -> list[str]:
     if told.key.startswith("edq_window_ratio"):
         steps = told.key.partition("/")[2]
         text += f" (EDQ {told.value:.3f} over {steps} steps)"
-    elif told.layer is None and edq is not None:
+    elif told.layer is None and edq is not None and not case.feeds_back:
         text += f" (EDQ {edq:.3f})"
     fall = _fall(case, told)
     text += " in its one measured step" if case.one_step else told.since_words
@@ -159,7 +159,7 @@ def _about_layers(case: Case) -> Iterator[str]:
     coverage = case.watch.coverage if case.watch else None
     if coverage is not None and coverage.orphans and not coverage.strangers:
         yield f"{orphans(coverage)}."
-    losing = [] if case.arrives_later else case.losing_layers()
+    losing = case.losing_layers()
     still = [name for name in losing if (case.number("lost_update_ratio", name) or 0.0) >= STILL]
     share = case.share_of(still)
     if still and share <= LAYER_TOLERANCE:

@@ -40,6 +40,8 @@ STILL: Final = 0.9995
 """Share of its updates that a layer loses which does not move at all."""
 EDQ_LOW: Final = Bound("edq_ratio", "<", 1 - EDQ_TOLERANCE, alert_threshold=_GOOD)
 _WINDOW_LOW: Final = Bound("edq_window_ratio", "<", 1 - EDQ_TOLERANCE, alert_threshold=_GOOD)
+_WAY: Final = Bound("oracle_displacement_ratio", "<", 1 - EDQ_TOLERANCE, alert_threshold=_GOOD)
+"""Where what is lost comes back later."""
 _EDQ_HIGH: Final = Bound("edq_ratio", ">", 1 + EDQ_TOLERANCE, alert_threshold=math.inf)
 LOST: Final = Bound("lost_update_ratio", ">", LOST_TOLERANCE, alert_threshold=0.25, to_nearest=True)
 """Of the trainings of docs/studies that round to nearest none lies between 0.16 and 0.28, and most of those beyond
@@ -56,6 +58,12 @@ def _descent(case: Case) -> Iterator[Finding]:
     window = longest_window(case.model, "edq_window_ratio")
     edq = case.number(key)
     if case.feeds_back:
+        key, way = _WAY.metric, case.number(_WAY.metric)
+        if way is not None and way < _WAY.threshold:
+            text = f"what rounding takes of a step comes back later, but not all: {way:.3f} of the oracle's way"
+            yield Finding(
+                "losing updates", text, key, way, _WAY.threshold, short=f"loses {percent(1 - way)} of its descent"
+            )
         return
     if window is not None and (case.keeps_more_than_visible or case.stochastic or edq is None):
         key, over, edq = f"edq_window_ratio/{window[0]}", f" over {window[0]} steps", window[1]
@@ -78,7 +86,7 @@ def _descent(case: Case) -> Iterator[Finding]:
 def _loss(case: Case) -> Iterator[Finding]:
     """The share lost, where rounding is to nearest: a later step then never makes up for a loss, unless windows of
     several steps show otherwise, as when the optimizer feeds its rounding errors back."""
-    if case.arrives_later:
+    if case.arrives_later or case.feeds_back:
         return
     lost, error = case.lost_where(at_random=False)
     if lost is None or lost <= LOST.threshold or (error is not None and error <= _ERROR_TOLERANCE):
@@ -96,7 +104,7 @@ def _loss(case: Case) -> Iterator[Finding]:
 def _layers(case: Case) -> Iterator[Finding]:
     """Layers that round to nearest and lose most of their updates, if those whose error says so, too, hold a share
     of Σ u² that is not negligible."""
-    losing = [] if case.arrives_later else case.losing_layers()
+    losing = case.losing_layers()
     by_error = [name for name in losing if (case.number("update_error_ratio", name) or 0.0) > LAYER_LOST]
     if case.share_of(by_error) <= LAYER_TOLERANCE:
         return
@@ -177,6 +185,7 @@ PROBLEMS: Final = (
         _descent,
         EDQ_LOW,
         _WINDOW_LOW,
+        _WAY,
         _EDQ_HIGH,
         for_seconds=600.0,
         least_intended_share=_INTENDED,
