@@ -16,8 +16,6 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
 from collage_monitor.environment import ATTACH
 from tests.forking import TRAINING, fork
 from tests.launching.programs import bootstrap
@@ -86,7 +84,7 @@ def main(script, *arguments):
 
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(bootstrap()) in folders and os.environ.get(ATTACH) == "1":
-        register_optimizer_step_pre_hook(sitecustomize._before_step)
+        sitecustomize.hook_optimizers()
     sys.path[:0] = filter(None, folders)
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")

@@ -128,28 +128,47 @@ import torch
 
 class Releasing(torch.optim.SGD):
     def step_parameter(self, parameter):
-        parameter.data.sub_(parameter.grad)
+        with torch.no_grad():
+            parameter.sub_(parameter.grad.sign(), alpha=1e-5)
         parameter.grad = None
 
-def main(has_optimizer):
-    model = torch.nn.Linear(8, 8)
+def main(has_optimizer, hook, frees):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8).to(torch.bfloat16)
     if has_optimizer:
         optimizer = Releasing(model.parameters(), lr=1.0)
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(optimizer.step_parameter)
-    model(torch.ones(2, 8)).sum().backward()
+            getattr(parameter, hook)(lambda own: optimizer.step_parameter(own) if frees else None)
+    for _ in range(40):
+        model(torch.randn(2, 8).to(torch.bfloat16)).square().sum().backward()
+    print("kept", sum(parameter.double().sum() for parameter in model.parameters()).item())
+    print("hooks", [len(own._post_accumulate_grad_hooks or ()) for own in model.parameters()])
 
-main({})
+main({}, {!r}, {})
 """
 
 
-@pytest.mark.parametrize("has_optimizer", [True, False])
-def test_an_optimizer_whose_step_is_never_called_is_told_of_at_the_end(has_optimizer, tmp_path):
-    """Its own hooks step the parameters, and it is gone by then: the program ended as if nothing was missed."""
-    answer = launched(tmp_path, *python(write(tmp_path, RELEASING.format(has_optimizer))))
+@pytest.mark.parametrize(
+    ("has_optimizer", "hook"),
+    [(True, "register_hook"), (True, "register_post_accumulate_grad_hook"), (False, "register_hook")],
+)
+def test_an_optimizer_whose_step_is_never_called_is_told_of_at_the_end(has_optimizer, hook, tmp_path):
+    """It is gone by then: the program ended as if nothing was missed."""
+    answer = launched(tmp_path, *python(write(tmp_path, RELEASING.format(has_optimizer, hook, False))))
     assert answer.returncode == 0
     assert ("step() of Releasing was never called: if hooks step" in answer.stderr) == has_optimizer
     assert answer.stderr.count("collage:") == has_optimizer
+
+
+def test_steps_that_hooks_take_in_the_backward_pass_are_measured(forked, tmp_path):
+    """Told was at the end that step() was never called, and nothing was measured."""
+    script = write(tmp_path, RELEASING.format(True, "register_post_accumulate_grad_hook", True))
+    plain, watched = (launched(tmp_path, forked, script, watched=own) for own in (False, True))
+    (kept, hooks), (same, ours) = (answer.stdout.splitlines()[:2] for answer in (plain, watched))
+    assert (same, hooks, ours) == (kept, "hooks [1, 1]", "hooks [2, 2]")
+    assert "Releasing, bfloat16, strategy unknown, step 30: losing updates" in watched.stdout
+    assert "its parameters are stepped one by one in the backward pass: one pass is one step" in watched.stdout
+    assert "never called" not in watched.stderr
 
 
 def test_an_interpreter_without_the_agent_trains_unwatched_and_says_so(tmp_path):

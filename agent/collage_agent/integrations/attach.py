@@ -1,7 +1,8 @@
 """`collage-monitor run`: watches every optimizer of a program from its first step, without a change of its code.
 
 The command sets variables (`collage_monitor.environment`). By them a bootstrap folder in front of PYTHONPATH makes
-each Python process call `step_begins` from torch's process-wide hook. The run is named after the script, or after
+each Python process call `step_begins` from torch's process-wide hook, and `gradient_is_hooked` for parameters that
+hooks on their gradients may step, without a call of step(). The run is named after the script, or after
 the role that `name_by_role` finds; the other variables decide the rest.
 """
 
@@ -13,11 +14,12 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from collage_agent import session
@@ -26,6 +28,7 @@ from collage_agent.intent.foreign_optimizers import inner_optimizers
 from collage_agent.training.deepspeed import is_stepped_by
 from collage_agent.training.watched_parameters import all_optimizers
 from collage_agent.watching.hooks import is_watched
+from collage_agent.watching.iterations import BackwardSteps
 from collage_monitor.wire import Door
 
 __all__ = ["find_model", "name_by_role", "step_begins"]
@@ -50,6 +53,8 @@ class _AutomaticWatches:
         self.watches = 0
         self.role_of: RoleOf | None = None
         self.roles: dict[str, None] = {}
+        self.passes: dict[int, BackwardSteps] = {}
+        self.has_seen_steps = False
 
     def attach(self, optimizer: Optimizer) -> None:
         """Watch an optimizer unless somebody does already, or it only calls others."""
@@ -73,6 +78,28 @@ class _AutomaticWatches:
         self.seen.update(alike)
         session.watch(model, alike).came_through(_door())
 
+    def look_for_steps_of(self, parameter: Tensor) -> None:
+        """Attach after the first backward pass in which hooks step the parameter, if an optimizer holds it."""
+        stepped = partial(self._was_stepped, parameter)
+        passes = BackwardSteps([parameter], dict, lambda: None, stepped, self.guard.caught)
+        self.passes[id(parameter)] = passes
+        passes.look()
+
+    def _was_stepped(self, parameter: Tensor) -> None:
+        if id(parameter) not in self.passes:
+            return
+        self.passes.pop(id(parameter)).stop()
+        for optimizer in all_optimizers():
+            if any(own is parameter for group in optimizer.param_groups for own in group["params"]):
+                step_begins(optimizer)
+
+    def steps_are_known(self, optimizer: Optimizer) -> None:
+        """Look no more for steps of its parameters."""
+        for group in optimizer.param_groups if self.passes else ():
+            for parameter in group["params"]:
+                if (passes := self.passes.pop(id(parameter), None)) is not None:
+                    passes.stop()
+
 
 _AUTOMATIC = _AutomaticWatches()
 
@@ -82,10 +109,29 @@ def step_begins(optimizer: Optimizer) -> None:
     if optimizer in _AUTOMATIC.seen:
         return
     _AUTOMATIC.seen.add(optimizer)
+    _AUTOMATIC.has_seen_steps = True
     try:
+        _AUTOMATIC.steps_are_known(optimizer)
         _AUTOMATIC.attach(optimizer)
     except Exception as error:
         _AUTOMATIC.guard.caught(f"watching {type(optimizer).__name__}", error)
+
+
+def gradient_is_hooked(parameter: Tensor, hook: object) -> None:
+    """Called after a hook was put on a parameter's gradient: it may step the parameter. Never raises."""
+    if isinstance(getattr(hook, "__self__", None), BackwardSteps):
+        # Ours, or that of a watch which the program has attached by itself.
+        _AUTOMATIC.has_seen_steps |= id(parameter) not in _AUTOMATIC.passes
+    elif id(parameter) not in _AUTOMATIC.passes and not _AUTOMATIC.has_seen_steps:
+        try:
+            _AUTOMATIC.look_for_steps_of(parameter)
+        except Exception as error:
+            _AUTOMATIC.guard.caught("looking at a parameter with hooks", error)
+
+
+def has_seen_steps() -> bool:
+    """Whether any optimizer's steps are known, by this module or by a watch of the program's own."""
+    return _AUTOMATIC.has_seen_steps
 
 
 def name_by_role(role_of: RoleOf) -> None:

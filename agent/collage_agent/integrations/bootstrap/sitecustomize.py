@@ -9,12 +9,13 @@ The site's own sitecustomize, which this one hides, is run as well.
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib.machinery
 import importlib.util
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from typing import Any, Final
 
@@ -54,17 +55,39 @@ class _HookingLoader(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         try:
-            from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-            register_optimizer_step_pre_hook(_before_step)
+            hook_optimizers()
             atexit.register(_at_exit)
         except Exception as error:
             _say(f"this torch offers no hooks for optimizers ({error})")
 
 
+def hook_optimizers() -> None:
+    """Have every optimizer announce its steps, and every parameter that hooks on its gradient may step it."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    register_optimizer_step_pre_hook(_before_step)
+    own: Any = torch.Tensor.register_post_accumulate_grad_hook
+
+    @functools.wraps(own)
+    def register_post_accumulate_grad_hook(self: Any, hook: Any) -> Any:
+        handle = own(self, hook)
+        if (agent := _agent()) is not None and not torch.compiler.is_compiling():
+            agent.gradient_is_hooked(self, hook)
+        return handle
+
+    torch.Tensor.register_post_accumulate_grad_hook = register_post_accumulate_grad_hook  # type: ignore[method-assign]
+
+
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    global _step_begins
-    if _step_begins is None:
+    if (agent := _agent()) is not None:
+        agent.step_begins(optimizer)
+
+
+def _agent() -> Any:
+    """The agent's side, imported when it is first needed; None where it is not installed."""
+    global _agent_of
+    if _agent_of is None:
         import random
 
         # Modules that are imported here draw random numbers at import, which are the training's.
@@ -72,17 +95,17 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         try:
             from collage_agent.integrations import attach
 
-            _step_begins = attach.step_begins
+            _agent_of = attach
         except Exception as error:
             _say(f"collage_agent cannot be imported by {sys.executable} ({error}); install it there")
-            _step_begins = _nothing
+            _agent_of = False
         random.setstate(drawn)
-    _step_begins(optimizer)
+    return _agent_of or None
 
 
 def _at_exit() -> None:
     """Say that no step was seen though an optimizer was made: torch marks the step of its class."""
-    if _step_begins is not None or "collage_agent" in sys.modules:
+    if _agent_of.has_seen_steps() if _agent_of else _agent_of is False or "collage_agent" in sys.modules:
         return
     kinds = [sys.modules["torch"].optim.Optimizer]
     for kind in kinds:
@@ -95,11 +118,8 @@ def _at_exit() -> None:
         )
 
 
-def _nothing(optimizer: Any) -> None:
-    """Replaces the agent where it is not installed."""
-
-
-_step_begins: Callable[[Any], None] | None = None
+_agent_of: Any = None
+"""`collage_agent.integrations.attach`; None until it is needed, False where it cannot be imported."""
 
 
 def _say(text: str) -> None:
