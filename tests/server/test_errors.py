@@ -184,6 +184,7 @@ def test_a_reserved_scalar_that_nobody_logged_is_an_empty_series(filled):
         (b'{"run_id": "r", "resume": "perhaps"}', 422, "resume"),
         (b'{"run_id": "r", "seed": 9223372036854775808}', 422, "seed"),
         (b'{"run_id": "r", "config": {"lr": NaN}}', 400, "body"),
+        (b'{"run_id": "r", "config": ' + b'{"a":' * 500 + b"1" + b"}" * 501, 422, "config"),
         (b"[" * 100_000, 400, "body"),
     ],
 )

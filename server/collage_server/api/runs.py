@@ -6,7 +6,7 @@ fixed.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import msgspec
 from fastapi import Path, Query
@@ -33,6 +33,8 @@ from collage_server.summariser import newest_points
 __all__ = ["router"]
 
 router = resource_router("runs")
+_DEEPEST: Final = 128
+"""Levels of a configuration: what compares its entries calls itself at each."""
 
 
 def _answer(app_state: AppState, record: RunRecord, reader: Principal) -> wire.Run:
@@ -56,6 +58,13 @@ def _check(create: wire.RunCreate) -> None:
     """Checks beyond the message's types: a seed of 64 bits, and a config that JSON can hold."""
     if create.seed is not None and not -(2**63) <= create.seed < 2**63:
         raise Unprocessable(f"seed {create.seed} does not fit into 64 bits", field="seed", limit=2**63)
+    level: list[Any] = [create.config]
+    for _ in range(_DEEPEST):
+        held = [own.values() if isinstance(own, dict) else own for own in level if isinstance(own, dict | list)]
+        level = [entry for entries in held for entry in entries]
+    if level:
+        text = f"config is nested more than {_DEEPEST} levels deep: send plain values"
+        raise Unprocessable(text, field="config", limit=_DEEPEST)
     try:
         wire.encode_json(create.config)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
