@@ -40,6 +40,7 @@ docs: $(VENV)/.stamp-dev  ## Make figures, outputs of the tutorial and API pages
 	$(BIN)/python -m tools.notebooks
 	$(BIN)/python -m tools.api_pages
 	$(BIN)/python -m tools.http_page
+	$(BIN)/python -m tools.static_demo
 	$(BIN)/zensical serve
 
 screenshots: $(VENV)/.stamp-dev  ## Pictures of every page, from the demo's data, into docs/images

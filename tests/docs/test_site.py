@@ -36,6 +36,7 @@ def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "docs", folder / "docs")
     shutil.copy(ROOT / "zensical.toml", folder)
+    (folder / "docs" / "demo.html").write_text("a report")
     command = [
         sys.executable,
         "-m",
@@ -66,3 +67,13 @@ def test_the_search_finds_a_message_by_its_words(built):
     index = json.loads((built[0].parents[0] / "search.json").read_text())
     found = {item["location"] for item in index["items"] if "asks for a token: set COLLAGE_TOKEN" in item["text"]}
     assert found == {"troubleshooting/#a-token-is-missing-unknown-or-not-allowed-to-do-this"}
+
+
+@pytest.mark.slow
+def test_the_first_page_leads_to_the_report_of_the_demo(built):
+    """`python -m tools.static_demo` makes it before the site is built."""
+    site = built[0].parent
+    assert (site / "demo.html").read_text() == "a report"
+    assert '<a href="demo.html">' in (site / "index.html").read_text()
+    workflow = (ROOT / ".github/workflows/docs.yml").read_text()
+    assert workflow.index("tools.static_demo") < workflow.index("zensical build")
