@@ -61,7 +61,11 @@ def test_each_distribution_carries_the_licence(folder):
 def test_who_cites_the_software_is_given_its_version_and_the_paper():
     citation = yaml.safe_load((DOCS.parent / "CITATION.cff").read_text())
     assert citation["version"] == __version__
-    assert citation["preferred-citation"]["identifiers"][0]["value"] == "arXiv:2405.03637"
+    paper = citation["preferred-citation"]
+    authors = " and ".join(f"{author['family-names']}, {author['given-names']}" for author in paper["authors"])
+    fields = dict(re.findall(r"(\w+) = \{(.*)\}", (DOCS / "index.md").read_text()))
+    assert (fields["title"], fields["author"], fields["year"]) == (paper["title"], authors, str(paper["year"]))
+    assert paper["identifiers"][0]["value"] == f"{fields['archiveprefix']}:{fields['eprint']}" == "arXiv:2405.03637"
 
 
 PLACES = [*addresses.DISTRIBUTIONS, "CITATION.cff", "CODE_OF_CONDUCT.md", "docs/how-to/long-jobs.md"]
