@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up docs screenshots studies release packages test coverage quick check format nightly exhaustive mutants torture cluster containers hostile gpu doors bench clean
+.PHONY: demo up docs screenshots studies release sbom packages test coverage quick check format nightly exhaustive mutants torture cluster containers hostile gpu doors bench clean
 
 # The three distributions of this tree, each of which needs the one before it.
 DISTRIBUTIONS := ./agent . ./server
@@ -54,6 +54,13 @@ release: $(VENV)/.stamp-dev  ## Three wheels and sdists into dist/, checked; alo
 	for folder in $(DISTRIBUTIONS); do $(BIN)/python -m build --outdir dist $$folder || exit 1; done
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python -m tools.release dist
+
+sbom: $(VENV)/.stamp-dev  ## What the wheels of dist/ bring, as CycloneDX: sbom/collage-monitor.cdx.json
+	rm -rf sbom
+	$(PYTHON) -m venv --without-pip sbom/environment
+	$(BIN)/python -m pip --python sbom/environment install --quiet $(TORCH_PIP_ARGS) --constraint constraints.txt torch numpy
+	$(BIN)/python -m pip --python sbom/environment install --quiet --constraint constraints.txt "$$(echo dist/collage_monitor-*.whl)[all]" dist/*.whl
+	$(BIN)/uvx --from cyclonedx-bom==7.5.0 cyclonedx-py environment --output-reproducible --output-file sbom/collage-monitor.cdx.json sbom/environment
 
 packages: $(VENV)/.stamp-dev  ## Each extra alone, newest and lowest versions: what is offered works; PACKAGES="--pythons 3.11,3.12"
 	rm -rf dist

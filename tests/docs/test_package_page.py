@@ -111,7 +111,7 @@ def test_a_wrong_address_is_refused_before_anything_is_written(given, said, tmp_
 def test_a_release_is_signed_lists_what_it_brings_and_has_addresses():
     jobs = yaml.safe_load((DOCS.parent / ".github/workflows/release.yml").read_text())["jobs"]
     told = "\n".join(step.get("run", "") for step in jobs["build"]["steps"])
-    assert told.index("python -m tools.addresses") < told.index("make release") < told.index("cyclonedx_py")
+    assert told.index("python -m tools.addresses") < told.index("make release") < told.index("make sbom")
     (upload,) = [step for step in jobs["publish"]["steps"] if "gh-action-pypi-publish" in step["uses"]]
     assert upload["with"]["attestations"] is True
     assert jobs["publish"]["permissions"] == {"id-token": "write"}

@@ -40,8 +40,11 @@ def ran(words, folder, **variables):
     )
 
 
-@pytest.mark.parametrize(("text", "status"), [(SICK, 1), (HEALTHY, 0)], ids=["sick", "healthy"])
-@pytest.mark.parametrize("door", ["action", "hook"])
+@pytest.mark.parametrize(
+    ("door", "text", "status"),
+    [("action", SICK, 1), ("action", HEALTHY, 0), ("hook", SICK, 1)],
+    ids=["sick action", "healthy action", "sick hook"],
+)
 def test_it_fails_if_the_training_loses_its_updates(door, text, status, tmp_path):
     (tmp_path / "my train.py").write_text(text)
     program = f"-- {sys.executable} 'my train.py'"
