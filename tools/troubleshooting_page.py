@@ -38,6 +38,8 @@ _LEAST_WORDS = {"echo": 4}
 """Fewer say too little to be found by; `echo` also prints what is no fault. 2 of all others."""
 _MOST_FORMS, _DEEPEST = 4, 4
 """A part of a message that has more forms than these, or lies deeper behind names, becomes …."""
+_YIELDED = {"agent/collage_optim/range_guards.py"}
+"""Modules whose findings are yielded, to be logged elsewhere."""
 _TABLES = {"agent/collage_agent/transport/report_counts.py": "_WHY"}
 """Modules that keep the words for their reasons in a table, and its name."""
 
@@ -162,25 +164,32 @@ class _Reader:
     def found(self) -> Iterator[Message]:
         raised = {id(node.exc) for node in ast.walk(self._tree) if isinstance(node, ast.Raise)}
         for place, scope, call in self._calls(self._tree, "", self._tree):
-            spoken = call.args[0] if id(call) in raised and _raises_words(call) else self._spoken(call)
+            if isinstance(call, ast.Yield):
+                spoken, least = call.value, 2
+            else:
+                spoken = call.args[0] if id(call) in raised and _raises_words(call) else self._spoken(call)
+                least = _LEAST_WORDS.get(_name(call.func), 2)
             for text in () if spoken is None else self._texts(spoken, scope, 0):
                 plain = " ".join(_FORMAT.sub(_ANY, text).replace("%%", "%").split())
                 plain = re.sub(f"(?:{_ANY})+", _ANY, plain)
                 words = {word for word in plain.split() if re.search(r"[^\W\d_]{2}", word)}
-                if len(words) >= _LEAST_WORDS.get(_name(call.func), 2):
+                if len(words) >= least:
                     yield Message(self._path, place, plain)
         if self._path in _TABLES:
             for table in self._values(_TABLES[self._path], self._tree):
                 for reason in ast.literal_eval(table).values():
                     yield Message(self._path, "", reason)
 
-    def _calls(self, node: ast.AST, place: str, scope: ast.AST) -> Iterator[tuple[str, ast.AST, ast.Call]]:
+    def _calls(
+        self, node: ast.AST, place: str, scope: ast.AST
+    ) -> Iterator[tuple[str, ast.AST, ast.Call | ast.Yield]]:
+        said = ast.Call | ast.Yield if self._path in _YIELDED else ast.Call
         for inner in ast.iter_child_nodes(node):
             if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 named = f"{place}.{inner.name}".lstrip(".")
                 yield from self._calls(inner, named, scope if isinstance(inner, ast.ClassDef) else inner)
             else:
-                if isinstance(inner, ast.Call):
+                if isinstance(inner, said):
                     yield place, scope, inner
                 yield from self._calls(inner, place, scope)
 

@@ -5,7 +5,10 @@ import re
 
 import httpx
 import pytest
+import torch
 from collage_agent.run_settings import read_settings
+from collage_optim import CollageAdamW
+from collage_optim.range_guards import log_once
 from collage_server.errors import unknown_run
 
 from collage_monitor.command import root
@@ -61,6 +64,16 @@ def test_a_warning_in_the_log_is_found(caplog, tmp_path):
     with caplog.at_level(logging.WARNING, "collage_agent"):
         read_settings({"COLLAGE_PROJCT": "x", "COLLAGE_DIR": str(tmp_path)})
     assert headings(caplog.text) == {"`init`, `log` or a variable is refused"}
+
+
+def test_a_warning_of_low_precision_is_found(caplog):
+    log_once.cache_clear()
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    CollageAdamW([weight], strategy="plain").step()
+    assert "is more than 'plain' can hold" in caplog.text
+    (cause,) = [cause for cause in causes() if any("more than … can hold" in text for text in cause.messages)]
+    assert cause.title in headings(caplog.text)
 
 
 @pytest.mark.parametrize(
