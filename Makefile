@@ -4,9 +4,8 @@ TORCH_PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
-# One more than the cores of a small machine: a worker also waits for servers, trainings and pages. Each collects all
-# tests, so that a fourth costs more than it fills.
-WORKERS ?= 3
+# One more than the cores of a small machine: a fork also waits for servers, trainings and pages.
+FORKS ?= 3
 export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -69,7 +68,7 @@ packages: $(VENV)/.stamp-dev  ## Each extra alone, newest and lowest versions: w
 
 test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 	@echo "left out here: the long lanes (make nightly, make exhaustive) and the CUDA lane (make gpu)"
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not nightly and not gpu"
+	$(BIN)/python -m pytest --forks $(FORKS) -m "not nightly and not gpu"
 
 coverage: $(VENV)/.stamp-dev  ## What the tests of the day run, by room, of statements and branches; and what they never enter
 	rm -rf build/coverage
@@ -78,7 +77,7 @@ coverage: $(VENV)/.stamp-dev  ## What the tests of the day run, by room, of stat
 	$(BIN)/python -m tools.coverage_rooms
 
 quick: $(VENV)/.stamp-dev  ## The fast part, for while you work: what is not marked slow; none of it starts a process
-	$(BIN)/python -m pytest -n 2 -m "not slow and not nightly and not gpu"
+	$(BIN)/python -m pytest --forks 2 -m "not slow and not nightly and not gpu"
 
 check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, users of the contract, prose, compose file, Dockerfile, workflows, site
 	$(BIN)/ruff format --check .

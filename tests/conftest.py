@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.costs import Costs
 from tests.drawn import leave_to_the_night
+from tests.side_by_side import SideBySide
 
 # Threads that wait for each other take ten times what these small steps take.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,10 +36,13 @@ settings.load_profile("steady")
 
 def pytest_addoption(parser):
     parser.addoption("--costs", type=Path, help="write each test's CPU seconds to this file")
+    parser.addoption("--forks", type=int, default=1, help="run tests side by side in so many processes")
 
 
 def pytest_configure(config):
     config.pluginmanager.register(Costs(config.getoption("costs")), "costs")
+    if (forks := config.getoption("forks")) > 1:
+        config.pluginmanager.register(SideBySide(config, forks), "side by side")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -99,13 +104,12 @@ def pytest_collection():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """A part of each matrix is left to the night; slow modules come first; a CUDA test says why it is skipped."""
+    """A part of each matrix is left to the night; quick modules come first; a CUDA test says why it is skipped."""
     leave_to_the_night(items)
-    # First the modules that are slow as a whole, so that no worker is left alone with one of them at the end. A
-    # module stays in one piece, and with it what its tests share.
-    quick = {item.path for item in items if not item.get_closest_marker("slow")}
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path in quick, item.path not in slow))
+    # Most faults are told by a quick test. Then the longest modules, so that none is left at the end.
+    # A module stays in one piece, and with it what its tests share.
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (item.path in slow, -slow[item.path], item.path))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
