@@ -26,14 +26,15 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("example", "module"),
+    ("example", "part"),
     [
-        pytest.param("extension_strategy", "with_strategy", marks=pytest.mark.nightly),
-        ("extension_rule", "with_rule"),
+        pytest.param("extension_strategy", "with_strategy.run", marks=pytest.mark.nightly),
+        ("extension_rule", "with_rule.run"),
+        pytest.param("extension_rule", "with_rule.compile_it", marks=pytest.mark.nightly),
     ],
 )
-def test_an_example_works_as_installed(example, module, tmp_path):
-    done = run_with([example], f"from tests.optim.{module} import run; run()", tmp_path)
+def test_an_example_works_as_installed(example, part, tmp_path):
+    done = run_with([example], f"from tests.optim import {part.partition('.')[0]}; {part}()", tmp_path)
     assert done.returncode == 0, done.stderr
 
 
