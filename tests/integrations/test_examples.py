@@ -13,9 +13,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+BY_DAY = ("torch_loop", "transformers_trainer")
 
 
-@pytest.mark.parametrize("example", NAMES)
+@pytest.mark.parametrize(
+    "example", [pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly) for name in NAMES]
+)
 def test_the_example_trains_and_gives_its_verdict(example, tmp_path):
     environment = {**os.environ, "COLLAGE_MODE": "offline", "COLLAGE_DIR": str(tmp_path)}
     answer = run_forked(

@@ -9,6 +9,7 @@ from torch import nn
 
 from collage_monitor.statistics.casts import FORMATS
 from tests.parallel.jobs import measured
+from tests.parallel.launch import among_asked
 from tests.parallel.models import SPREAD, adamw, dyadic, gradient
 
 WAYS = ("ddp", "zero", "fsdp2", "fsdp1 original", "fsdp1 flat")
@@ -48,5 +49,6 @@ def alone():
 
 
 def copies(folder):
-    """What this rank saw of each way to spread the model."""
-    return {name: measured(*SPREAD[name](torch.float32, WideModel()), **OPTIONS) for name in WAYS}
+    """What this rank saw of each way to spread the model that is asked for."""
+    asked = among_asked(SPREAD)
+    return {name: measured(*spread(torch.float32, WideModel()), **OPTIONS) for name, spread in asked.items()}

@@ -7,9 +7,11 @@ import warnings
 from pathlib import Path
 
 import torch
+from collage_agent.integrations.transformers import CollageCallback
 from collage_agent.transport import MemoryTransport
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 from collage_monitor.wire import StreamCreate
 from tests.integrations.identity import recorded
@@ -71,9 +73,6 @@ def transformers(folder):
 
 
 def _trained(folder, watched):
-    from collage_agent.integrations.transformers import CollageCallback
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
-
     set_seed(11)
     transport = MemoryTransport()
     size = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.parallel import bursts
-from tests.parallel.launch import launch
+from tests.parallel.launch import asked, launch
 from tests.parallel.merged import assert_equal_totals, merged_layers
 
 pytestmark = pytest.mark.slow
@@ -18,14 +18,14 @@ def alone():
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return launch("bursts.spread", 2, tmp_path_factory.mktemp("bursts"))
+def ranks(request, tmp_path_factory):
+    return launch("bursts.spread", 2, tmp_path_factory.mktemp("bursts"), ASKED=asked(request, "case"))
 
 
-@pytest.mark.drawn(by=lambda case: case)
-@pytest.mark.parametrize("case", bursts.CASES, ids=lambda case: " ".join(map(str, case)))
+@pytest.mark.drawn(by=lambda case: bursts.CASES[case])
+@pytest.mark.parametrize("case", bursts.CASES)
 def test_what_takes_several_steps_adds_up_over_the_ranks(case, ranks, alone):
-    assert_equal_totals([rank[case] for rank in ranks], alone[case[1:]], bursts.STEPS)
+    assert_equal_totals([rank[case] for rank in ranks], alone[bursts.CASES[case][1:]], bursts.STEPS)
 
 
 @pytest.mark.parametrize("name", bursts.MAKERS)

@@ -7,11 +7,12 @@ import math
 import pytest
 
 from tests.parallel.casts import OPTIONS, SHAPES, WAYS, alone
-from tests.parallel.launch import launch
+from tests.parallel.launch import asked, launch
 from tests.parallel.merged import merged_layers
 
 pytestmark = pytest.mark.slow
 
+BY_DAY = ("zero", "fsdp2", "fsdp1 flat")
 TILES = ("fp8_block128", "fp8_block128_ue8m0")
 CHANNELS = ("int8_channel", "int4_channel")
 BY_ROW = ("mxfp8", "int4_group32", "int4_group128", "uint4_group32", *CHANNELS)
@@ -38,14 +39,21 @@ def is_known(way, index, name):
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    return launch("casts.copies", 2, tmp_path_factory.mktemp("casts"))
+def seen(request, tmp_path_factory):
+    return launch("casts.copies", 2, tmp_path_factory.mktemp("casts"), ASKED=asked(request, "way"))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_two_processes_count_what_one_does(way, seen):
+@pytest.fixture(scope="module")
+def single():
+    return alone()
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way in BY_DAY else pytest.mark.nightly) for way in WAYS]
+)
+def test_two_processes_count_what_one_does(way, seen, single):
     last = OPTIONS["steps"] - 1
-    found, expected = merged_layers([rank[way] for rank in seen], last), merged_layers([alone()], last)
+    found, expected = merged_layers([rank[way] for rank in seen], last), merged_layers([single], last)
     for index in range(len(SHAPES)):
         layer = f"parts.{index}.weight"
         for key in (key for key in expected[layer] if key.startswith("cast_")):

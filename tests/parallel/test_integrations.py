@@ -65,6 +65,7 @@ def told_by(folder, name):
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.nightly
 def test_a_program_under_run_and_torchrun_reports_its_replicas_and_trains_the_same(tmp_path):
     script = write(tmp_path, PROGRAM)
     options = ["--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port"]

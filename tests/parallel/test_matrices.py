@@ -12,7 +12,7 @@ from tests.parallel.merged import assert_equal_totals
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.nightly), 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
 def ranks(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"matrices{request.param}")
     return launch("matrices.spread_matrices", request.param, folder)

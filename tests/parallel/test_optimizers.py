@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from tests.parallel.launch import launch
+from tests.parallel.launch import asked, launch
 from tests.parallel.optimizers import MAKERS
 
 pytestmark = pytest.mark.slow
 
 ULP = 2.0**-7
+BY_DAY = ("full, amsgrad", "split-master, stochastic", "kahan, Lion", "light-stochastic, storage")
+
+
+def of_each(test, **only):
+    """Some of the optimizers by day, which keep and round in all ways, and all at night."""
+    names = [name for name in MAKERS if all((word in name) == wanted for word, wanted in only.items())]
+    marked = [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+    return pytest.mark.parametrize("name", marked)(test)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return launch("stepped_shards", 2, tmp_path_factory.mktemp("shards"))
+def ranks(request, tmp_path_factory):
+    return launch("stepped_shards", 2, tmp_path_factory.mktemp("shards"), ASKED=asked(request, "name"))
 
 
 def differing(found, expected):
@@ -23,21 +33,21 @@ def differing(found, expected):
     return [key for key in expected if not torch.equal(found[key], expected[key])]
 
 
-@pytest.mark.parametrize("name", [name for name in MAKERS if "stochastic" not in name])
+@partial(of_each, stochastic=False)
 def test_shards_step_like_one_process(name, ranks):
     for seen, _, _ in ranks:
         shards, _, alone = seen[name]
         assert differing(shards, alone) == []
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@of_each
 def test_shards_resume_bit_for_bit(name, ranks):
     for seen, _, _ in ranks:
         shards, resumed, _ = seen[name]
         assert differing(resumed, shards) == []
 
 
-@pytest.mark.parametrize("name", [name for name in MAKERS if "stochastic" in name])
+@partial(of_each, stochastic=True)
 def test_random_rounding_of_shards_stays_within_an_ulp_and_differs_between_ranks(name, ranks):
     for seen, _, _ in ranks:
         shards, _, alone = seen[name]

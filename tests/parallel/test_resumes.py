@@ -30,7 +30,7 @@ def written(request, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=[4, pytest.param(2, marks=pytest.mark.nightly)], ids=["on 4", "on 2"])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)], ids=["on 2", "on 4"])
 def resumed(written, request):
     return launch("resumes.gone_on", request.param, written, ASKED=asked(request, "source"))
 

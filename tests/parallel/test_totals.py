@@ -6,10 +6,9 @@ import math
 from functools import cache
 
 import pytest
-import torch
 
 from tests.parallel.jobs import DTYPES, STEPS, alone
-from tests.parallel.launch import launch
+from tests.parallel.launch import asked, launch
 from tests.parallel.merged import assert_equal_totals
 from tests.parallel.models import MIXED, SHAPES, SPREAD
 
@@ -20,16 +19,17 @@ EVERYWHERE = [name for name in SPREAD if name != "fsdp2 hybrid"]
 
 @pytest.fixture(scope="module")
 def alone_by_dtype():
-    return {dtype: alone(dtype) for dtype in DTYPES}
+    return {name: alone(dtype) for name, dtype in DTYPES.items()}
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    return cache(lambda count: launch("totals", count, tmp_path_factory.mktemp(f"totals{count}")))
+def seen(request, tmp_path_factory):
+    dtypes = asked(request, "dtype")
+    return cache(lambda count: launch("totals", count, tmp_path_factory.mktemp(f"totals{count}"), ASKED=dtypes))
 
 
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.nightly), 4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", SPREAD)
 def test_totals_do_not_depend_on_how_the_model_is_spread(name, dtype, processes, seen, alone_by_dtype):
     if name == "fsdp2 hybrid" and processes == 2:
@@ -39,8 +39,8 @@ def test_totals_do_not_depend_on_how_the_model_is_spread(name, dtype, processes,
 
 @pytest.mark.parametrize("name", MIXED)
 def test_mixed_precision_steps_full_shards_and_says_so(name, seen, alone_by_dtype):
-    ranks = [rank[f"mixed {name}", torch.float32] for rank in seen(4)]
-    assert_equal_totals(ranks, alone_by_dtype[torch.float32], STEPS)
+    ranks = [rank[f"mixed {name}", "float32"] for rank in seen(4)]
+    assert_equal_totals(ranks, alone_by_dtype["float32"], STEPS)
     for rank in ranks:
         assert rank["info"].dtype == "float32"
         assert "cast to bfloat16 for the forward pass" in rank["info"].intent_reason
@@ -48,7 +48,7 @@ def test_mixed_precision_steps_full_shards_and_says_so(name, seen, alone_by_dtyp
 
 @pytest.mark.parametrize("name", SPREAD)
 def test_every_rank_announces_shards_of_whole_tensors(name, seen):
-    ranks = [rank[name, torch.bfloat16] for rank in seen(4)]
+    ranks = [rank[name, "bfloat16"] for rank in seen(4)]
     announced: dict[str, dict[int, int]] = {}
     for rank in ranks:
         for layer in rank["layers"][-1]:
@@ -68,7 +68,7 @@ def test_every_rank_announces_shards_of_whole_tensors(name, seen):
 @pytest.mark.parametrize("name", SPREAD)
 def test_uneven_and_empty_shards_are_measured_as_far_as_they_go(name, seen):
     for rank in seen(4):
-        told = rank[name, torch.bfloat16]
+        told = rank[name, "bfloat16"]
         assert told["info"].intent == "shadow"
         assert told["text"]
         for layer in told["layers"][-1]:
