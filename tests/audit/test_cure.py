@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def python():
 
 @pytest.fixture(autouse=True)
 def found_by_the_program(monkeypatch, request):
-    monkeypatch.setenv("PYTHONPATH", str(request.config.rootpath))
+    monkeypatch.setenv("PYTHONPATH", str(request.config.rootpath), prepend=os.pathsep)
 
 
 @pytest.mark.parametrize("kind", SICK)
