@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points
 from pathlib import Path
 
@@ -302,8 +303,9 @@ def test_quiet_leaves_out_progress_and_remarks_but_no_error(monkeypatch, flags, 
     assert words or told == "collage-monitor: no answer from http://x\n"
 
 
-def test_options_of_one_meaning_have_one_name():
+def test_options_of_one_meaning_have_one_name(monkeypatch):
     """A file that is written is `--output`, a server that is not asked is `--offline`, a tag is `--tag`."""
+    monkeypatch.setattr(command, "_found", cache(command._found))
     seen: dict[str, set[str]] = {}
 
     def look(group, path):
@@ -372,7 +374,9 @@ def _wrong_calls():
                     yield (*words, name, "no~such"), "no~such"
 
 
-def test_each_wrong_call_of_each_verb_names_what_is_wrong():
+def test_each_wrong_call_of_each_verb_names_what_is_wrong(monkeypatch):
+    # What is installed is looked up once, not for each word of each call.
+    monkeypatch.setattr(command, "_found", cache(command._found))
     calls, silent = list(_wrong_calls()), []
     for words, named in calls:
         result = CliRunner().invoke(root, words)

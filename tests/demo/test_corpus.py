@@ -11,7 +11,7 @@ def test_held_out_files_are_not_trained_on(tmp_path):
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "m.py").write_text("<left out>")
     corpus = standard_library(tmp_path)
-    training, validation = (bytes(text.tolist()).decode() for text in (corpus.training, corpus.validation))
+    training, validation = (text.numpy().tobytes().decode() for text in (corpus.training, corpus.validation))
     assert validation == "<15>\n<31>"
     assert training.count("<") == 38
     assert "left out" not in training
@@ -28,12 +28,12 @@ def test_the_standard_library_is_large_enough_and_reads_the_same_twice():
 
 def test_the_documentation_is_prose_that_the_code_without_it_does_not_hold():
     text = documentation()
-    prose, held_out = (bytes(part.tolist()) for part in (text.training, text.validation))
+    prose, held_out = (part.numpy().tobytes() for part in (text.training, text.validation))
     assert len(prose) > 200_000
     assert len(held_out) > 20_000
     assert prose != held_out
     code, rest = standard_library(), standard_library(without=(DOCUMENTATION,))
-    everything, library = (bytes(c.training.tolist()) + bytes(c.validation.tolist()) for c in (code, rest))
+    everything, library = (c.training.numpy().tobytes() + c.validation.numpy().tobytes() for c in (code, rest))
     assert len(everything) - len(library) > len(prose)
     passage = b'The "assert" statement'
     assert passage in prose + held_out

@@ -150,7 +150,11 @@ main({}, {!r}, {})
 
 @pytest.mark.parametrize(
     ("has_optimizer", "hook"),
-    [(True, "register_hook"), (True, "register_post_accumulate_grad_hook"), (False, "register_hook")],
+    [
+        (True, "register_hook"),
+        (True, "register_post_accumulate_grad_hook"),
+        pytest.param(False, "register_hook", marks=pytest.mark.nightly),
+    ],
 )
 def test_an_optimizer_whose_step_is_never_called_is_told_of_at_the_end(has_optimizer, hook, tmp_path):
     """It is gone by then: the program ended as if nothing was missed."""
