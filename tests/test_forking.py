@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.forking import TORCH, TRAINING, Program, run_forked
+from tests.forking import FORKED_FROM, TORCH, TRAINING, Program, run_forked
 
 BEYOND_PID_MAX = 2**22 + 1
 """The id of no process, as that of one that has just ended."""
@@ -31,3 +31,4 @@ def test_what_one_imports_beyond_another_the_other_has_not():
     more = run_forked(TRAINING, "-c", code)
     few = run_forked(TORCH, "-c", code)
     assert (more.stdout, few.stdout) == ("True True\n", "True False\n")
+    assert len(FORKED_FROM) >= 2
