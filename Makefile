@@ -72,7 +72,7 @@ test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 
 coverage: $(VENV)/.stamp-dev  ## What the tests of the day run, by room, of statements and branches; and what they never enter
 	rm -rf build/coverage
-	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not nightly and not gpu"
+	$(BIN)/python -m coverage run -m pytest --forks $(FORKS) -m "not nightly and not gpu"
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m tools.coverage_rooms
 
