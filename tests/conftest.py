@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.costs import Costs
+from tests.costs import Costs, explained
 from tests.drawn import leave_to_the_night
 from tests.side_by_side import SideBySide
 
@@ -104,8 +104,12 @@ def pytest_collection():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """A part of each matrix is left to the night; quick modules come first; a CUDA test says why it is skipped."""
+    """A part of each matrix is left to the night; what is dear is slow, thus later; CUDA tests may be skipped."""
     leave_to_the_night(items)
+    dear = explained()
+    for item in items:
+        if item.nodeid.partition("[")[0] in dear:
+            item.add_marker(pytest.mark.slow)
     # Most faults are told by a quick test. Then the longest modules, so that none is left at the end.
     # A module stays in one piece, and with it what its tests share.
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))

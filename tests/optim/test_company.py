@@ -143,7 +143,7 @@ def test_steps_in_the_backward_pass_have_the_bits_of_a_whole_step(strategy):
         assert torch.equal(found[place][0, 0, key], tensor), key
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read in kilobytes, as Linux tells it")
 def test_steps_in_the_backward_pass_hold_one_gradient_at_a_time():
     """The peak of a process above its weights, states included. What is freed goes back to the system at once:
