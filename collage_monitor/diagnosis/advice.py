@@ -241,7 +241,7 @@ def _to_fp32_weights(trained: Trained, narrow: Sequence[str], *, alone: bool) ->
         before = before if alone else "before its first step"
         lines = ["import torch", wide, f"model.forward = {cast}(model.forward)"]
     choice = Choice("\n".join(lines), trained.float32_bytes)
-    why = "its gradients are sparse" if trained.sparse else f"no strategy here is for {trained.optimizer}"
+    why = "its gradients are sparse" if trained.sparse else f"no strategy here is for this {trained.optimizer}"
     text = f"{why}: try fp32 weights, {before}: {_one_line(choice.code)} ({_size(choice)})"
     return Advice(trained.optimizer, text, [choice])
 

@@ -33,6 +33,8 @@ _STILL: Final = 0.5
 """Share of the elements that do not move in a step: so many are told, also where nobody knows what should have."""
 _HELD_BY_ALL: Final = 0.999
 """Share of the elements: beyond it the ranks that report hold the whole model."""
+_EMPTY: Final = 0.01
+"""Share of a state that is 0 where the gradient is not, from which it matters: one element may take a huge step."""
 _WIDE: Final = re.compile("float(32|64)")
 _INTENDED: Final = 0.1
 """Share of the recent past's norm of an update, below which that of the newest steps is next to nothing."""
@@ -55,6 +57,7 @@ def doubts(case: Case) -> Iterator[Finding]:
         _moves_away,
         _unknown_rounding,
         _factored_states,
+        _underflows,
         _decay_of_several,
         _no_second_witness,
     ):
@@ -213,6 +216,18 @@ def _factored_states(case: Case) -> Iterator[Finding]:
             "as they should: not known"
         )
         yield _doubt(text, "nothing follows its states", "states")
+
+
+def _underflows(case: Case) -> Iterator[Finding]:
+    """An average that is rounded to 0 forgets: steps divide by less than they should, and u is made of it, too."""
+    kept = {} if case.fingerprint is None else case.fingerprint.states
+    for name, share in labelled(case.model, "state_zero_ratio").items():
+        if share > _EMPTY and kept.get(name) == "float16" and case.number("edq_oracle_ratio") is None:
+            text = (
+                f"{percent(share)} of the state {name} is rounded to 0 in float16 though its gradients are not 0: "
+                "whether steps have the right size, only an oracle tells"
+            )
+            yield _doubt(text, f"{name} is rounded to 0", f"state_zero_ratio/{name}", share, _EMPTY)
 
 
 def _decay_of_several(case: Case) -> Iterator[Finding]:

@@ -106,6 +106,8 @@ def _layers(case: Case) -> Iterator[Finding]:
     of Σ u² that is not negligible."""
     losing = case.losing_layers()
     by_error = [name for name in losing if (case.number("update_error_ratio", name) or 0.0) > LAYER_LOST]
+    # An overshoot by more makes such an error by itself.
+    by_error = [name for name in by_error if (case.number("edq_ratio", name) or 0.0) <= 1 + LAYER_LOST]
     if case.share_of(by_error) <= LAYER_TOLERANCE:
         return
     sizes = {name: case.number("elements", name) or 0.0 for name in case.evidence.layers if case.share_of([name])}

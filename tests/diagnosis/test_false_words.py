@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import pytorch_optimizer
@@ -154,3 +155,23 @@ def test_a_compensation_that_is_dropped_after_each_step_is_no_good_keeping():
     assert found.deciding is not None
     assert found.deciding.key == "residual_zero_ratio"
     assert judge(run(replace(training, zeroed=False))[0]).health == "healthy"
+
+
+def test_a_second_moment_that_is_rounded_to_0_is_not_called_healthy():
+    """A fused kernel divides by a v that forgets in each step: EDQ 1.000 and decrements of 1 beside long steps."""
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32, bias=False).half()
+    weight, exact = model.weight, nn.Parameter(model.weight.detach().double())
+    options: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    optimizer, twin = torch.optim.AdamW([weight], fused=True, **options), torch.optim.AdamW([exact], **options)
+    handle, begun = watch(model, optimizer, every=1), exact.detach().clone()
+    sizes = torch.where(torch.rand(32, 32) < 0.1, 1e-4, 1e-1)
+    for _ in range(20):
+        weight.grad = (sizes * torch.randn(32, 32)).half()
+        exact.grad = weight.grad.double()
+        optimizer.step()
+        twin.step()
+    assert (weight.double() - begun).norm() > 1.5 * (exact - begun).norm()
+    judged = handle.judgement()
+    assert judged.health == "unknown"
+    assert "of the state exp_avg_sq is rounded to 0 in float16" in judged.text

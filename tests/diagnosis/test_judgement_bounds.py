@@ -42,14 +42,17 @@ def test_a_number_at_its_bound_is_not_beyond_it(key, bound, beyond, health, othe
 def test_a_layer_counts_from_its_share_and_its_residuals_from_their_number():
     """Its share of Σ u² must be beyond the tolerance; of few residuals all may have come to 0 by chance."""
     share = case.LAYER_TOLERANCE
-    lost = {"lost_update_ratio": 1.0, "update_error_ratio": 1.0, "edq_ratio": 0.0}
+    lost = {"lost_update_ratio": 1.0, "update_error_ratio": 1.0}
 
-    def losing(norm):
+    def losing(norm, edq=0.0):
         others = layer(norm=float(np.sqrt(1 - norm**2)))
-        return judged(GOOD, {"a": layer(norm=norm, **lost), "b": others}).health
+        return judged(GOOD, {"a": layer(norm=norm, edq_ratio=edq, **lost), "b": others}).health
 
     assert losing(float(np.sqrt(0.9 * share))) == "healthy"
     assert losing(float(np.sqrt(1.1 * share))) == "losing updates"
+    # An overshoot by more than a half is an error of a half by itself: its layer "loses most", at an EDQ of 12.9.
+    assert losing(0.5, 1.5) == "losing updates"
+    assert losing(0.5, 1.6) == "healthy"
 
     def emptied(elements, dropped=1.0):
         layers = {"a": layer(elements=elements, residual_dropped_ratio=dropped), "b": layer(norm=1.0)}

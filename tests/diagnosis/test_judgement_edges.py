@@ -117,6 +117,21 @@ def test_moments_kept_by_row_in_16_bits_need_an_oracle(dtype, oracle, word):
     assert judged({**GOOD, "edq_oracle_ratio": oracle}, fingerprint=seen).health == word
 
 
+@pytest.mark.parametrize(
+    ("dtype", "share", "oracle", "word"),
+    [
+        ("float16", 0.02, None, "unknown"),
+        ("float16", 0.005, None, "healthy"),
+        ("float16", 0.02, 1.0, "healthy"),
+        ("float32", 0.02, None, "healthy"),
+    ],
+)
+def test_an_average_that_is_rounded_to_0_needs_an_oracle(dtype, share, oracle, word):
+    seen = wire.Fingerprint(stochastic_rounding=False, states={"exp_avg_sq": dtype})
+    found = judged({**GOOD, "state_zero_ratio/exp_avg_sq": share, "edq_oracle_ratio": oracle}, fingerprint=seen)
+    assert found.health == word
+
+
 @pytest.mark.parametrize(("edq", "bound"), [(0.5, 0.95), (1.5, 1.05)])
 def test_an_average_that_moves_otherwise_is_held_to_the_bound_on_its_side(edq, bound):
     moved = {"average_edq_ratio": edq, "average_edq_noise_ratio": 0.0, "average_lost_ratio": 0.0}
