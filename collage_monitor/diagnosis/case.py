@@ -34,7 +34,7 @@ class Case:
 
     active: whether any update was intended. stochastic: whether weights are rounded at random, at least in some
     layers. differing: whether layers are rounded differently. keeps_more_than_visible: whether the optimizer keeps
-    more than the visible weight.
+    more than the visible weight. couples: whether u holds what rounding took of the weights in steps before.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -45,6 +45,7 @@ class Case:
         self.active = sum(self.number(name) or 0.0 for name in ("lost", "distorted", "faithful")) > 0
         self.active = self.active or self.number("edq_ratio") is not None
         names = {self.watch.strategy, self.watch.observed_strategy} if self.watch else set()
+        self.couples = any(str(name).startswith("coupled-") for name in names)
         seen = self.fingerprint.stochastic_rounding if self.fingerprint else None
         stochastic = bool(seen) or any(name in STRATEGIES and STRATEGIES[name].stochastic for name in names)
         known = self.watch is None or seen is not None or names != {None, "unknown"}

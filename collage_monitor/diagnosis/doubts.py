@@ -162,7 +162,7 @@ def little_measured(case: Case, least: float = 1 - _MEASURED_TOLERANCE) -> Itera
 def _wide_interval(case: Case) -> Iterator[Finding]:
     """EDQ is, or may be, off by more than twice its tolerance, and chance may be the reason."""
     edq, low, high = (case.number(key) for key in ("edq_ratio", "edq_ratio_low", "edq_ratio_high"))
-    if case.feeds_back:
+    if case.feeds_back or (case.couples and case.number("edq_oracle_ratio") is not None):
         return
     if (edq is not None and abs(1 - edq) > EDQ_TOLERANCE) or (
         low is not None and high is not None and (low < 1 - 2 * EDQ_TOLERANCE or high > 1 + 2 * EDQ_TOLERANCE)

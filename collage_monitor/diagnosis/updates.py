@@ -78,7 +78,7 @@ def _descent(case: Case) -> Iterator[Finding]:
         short = f"loses {percent(missing)} of its descent" if missing > 0 else "lost part of its descent"
         text = f"{told}: updates are lost"
         yield Finding("losing updates", text, key, edq, 1 - EDQ_TOLERANCE, short=short, now=now)
-    elif edq > 1 + slack and (low is None or low > 1 + EDQ_TOLERANCE):
+    elif edq > 1 + slack and (low is None or low > 1 + EDQ_TOLERANCE) and not (case.couples and not over):
         text, short = f"{told}: updates overshoot", "updates overshoot"
         yield Finding("steps are off", text, key, edq, 1 + EDQ_TOLERANCE, short=short, now=now)
 

@@ -118,6 +118,16 @@ def test_moments_kept_by_row_in_16_bits_need_an_oracle(dtype, oracle, word):
 
 
 @pytest.mark.parametrize(
+    ("strategy", "oracle", "word"),
+    [("coupled-7", None, "unknown"), ("coupled-7", 1.0, "healthy"), ("split-24bit-8bit", 1.0, "steps are off")],
+)
+def test_coupled_rounding_overshoots_by_what_it_took_before_and_an_oracle_says_so(strategy, oracle, word):
+    """CollageAdam at 1.1e-5: EDQ 1.069, against the oracle 1.007, a displacement of 1.016: "updates overshoot"."""
+    numbers = {**GOOD, "edq_ratio": 1.069, "edq_noise_ratio": 0.004, "edq_oracle_ratio": oracle}
+    assert judged(numbers, observed_strategy=strategy).health == word
+
+
+@pytest.mark.parametrize(
     ("dtype", "share", "oracle", "word"),
     [
         ("float16", 0.02, None, "unknown"),
