@@ -28,12 +28,12 @@ USUAL_FUNCTION, LONGEST_FUNCTION, USUAL_SHARE = 40, 100, 0.95
 SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
-    "collage_monitor": 15596,
-    "collage_agent": 24432,
+    "collage_monitor": 15687,
+    "collage_agent": 24965,
     "collage_optim": 7205,
-    "collage_server": 26623,
-    "collage_dashboard": 9836,
-    "tests": 80280,
+    "collage_server": 26631,
+    "collage_dashboard": 9837,
+    "tests": 81369,
     "words of pages": 48000,
     "pages that people write": 43,
 }
