@@ -1,5 +1,7 @@
 """Who is named at the end of a run: what costs much and is not explained; a folder explains what is not certain."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests import costs
@@ -24,6 +26,16 @@ def test_what_costs_much_is_named_unless_it_is_explained(monkeypatch, name, seco
     found = costs.Costs(None)
     found._seconds = {name: seconds}
     assert (name in found.unexplained()) is told
+
+
+def test_a_process_that_ends_and_is_not_waited_for_takes_nothing_from_the_sum():
+    found, item = costs.Costs(None), SimpleNamespace(user_properties=[])
+    with pytest.MonkeyPatch.context() as patch:  # The run itself is measured, too.
+        patch.setattr(costs, "cpu_seconds", iter([120.0, 121.0, 127.5, 5.0]).__next__)
+        next(found.pytest_runtest_protocol(item))
+        for when in ("setup", "call", "teardown"):
+            found.pytest_runtest_makereport(item, SimpleNamespace(when=when))
+    assert dict(item.user_properties) == {"cpu_seconds": 7.5}
 
 
 def test_what_is_explained_is_there():
