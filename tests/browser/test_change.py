@@ -61,6 +61,7 @@ def test_the_sentence_names_the_step_and_the_layers(watched):
     assert worst.inner_text() in FALLEN
 
 
+@pytest.mark.nightly
 def test_a_layer_says_what_it_is_and_its_histogram_what_changed_and_layers_are_grouped_by_type(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-falling?layer={FALLEN[0]}&tab=histogram")

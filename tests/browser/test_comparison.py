@@ -82,6 +82,7 @@ def test_the_runs_table_leads_to_curves_with_the_right_names_and_numbers_and_bac
     page.get_by_role("checkbox", name="Pick plain to compare", checked=True, exact=True).wait_for()
 
 
+@pytest.mark.nightly
 def test_another_metric_and_other_strategies_stand_in_the_address_and_come_back_from_it(watched):
     page = open_comparison(watched)
     answer = page.locator("#compare-advice .answer .verdict")
@@ -120,6 +121,7 @@ def test_another_metric_and_other_strategies_stand_in_the_address_and_come_back_
     page.wait_for_function("document.querySelector('#compare-chart-0 .xtitle')?.textContent === 'tokens'")
 
 
+@pytest.mark.nightly
 def test_a_tab_of_a_live_run_draws_its_figures_and_keeps_them(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-live")
@@ -132,6 +134,7 @@ def test_a_tab_of_a_live_run_draws_its_figures_and_keeps_them(watched):
     assert page.evaluate(drawn) == 4
 
 
+@pytest.mark.nightly
 def test_a_live_curve_grows_without_a_reload_and_keeps_the_zoom(watched, growing):
     page = watched.page
     page.goto(f"{watched.url}/compare?run=run-growing&run=run-plain")

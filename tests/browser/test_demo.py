@@ -71,6 +71,8 @@ def test_five_lines_with_every_number_measured_and_every_report_stored_once(fini
         size = 16 if line["dtype"] == "float32" else BYTES[line["strategy"]]
         assert line["bytes_per_parameter"] == pytest.approx(size, rel=0.02)
         assert line["run_id"] in process.stdout
+    edq = {(line["strategy"], line["dtype"]): line["edq_ratio"] for line in lines}
+    assert edq["plain", "bfloat16"] < 0.95 < edq["plus", "bfloat16"]
 
 
 @pytest.mark.browser
@@ -86,6 +88,7 @@ def test_a_resume_that_lost_its_residuals_has_made_an_alert_fire(finished, serve
     assert incident.run_id not in {line["run_id"] for line in finished[1]}
 
 
+@pytest.mark.nightly
 @pytest.mark.browser
 def test_a_demos_runs_are_picked_and_drawn_under_their_names(watched):
     page = watched.page

@@ -115,6 +115,7 @@ def asker(watched):
     return Asker(watched)
 
 
+@pytest.mark.nightly
 def test_which_learning_rate(asker):
     for name in RATES:
         asker.tick(name)
@@ -126,6 +127,7 @@ def test_which_learning_rate(asker):
     assert float(said[2]) == OF_RATES["rate 3e-4"] - OF_RATES["rate 1e-3"]
 
 
+@pytest.mark.nightly
 def test_which_layer_first_and_a_picture_for_others(asker, runs):
     run = next(run for run in runs if run.name == "plain 1")
     asker.click(asker.page.get_by_role("link", name="plain 1", exact=True))
@@ -165,6 +167,7 @@ def test_is_kahan_worth_its_two_bytes_and_does_it_hold_over_seeds(asker):
         assert float(off) == pytest.approx(spread, abs=6e-3)
 
 
+@pytest.mark.nightly
 def test_what_changed_at_800(asker):
     asker.click(asker.page.get_by_role("link", name="raised", exact=True))
     field = asker.page.get_by_label("What changed at this step, or in this range of steps")
@@ -183,6 +186,7 @@ def test_what_changed_at_800(asker):
     assert cells[3] == f"× {after / before:.2f}"
 
 
+@pytest.mark.nightly
 def test_what_happened_in_the_night(asker):
     asker.click(asker.page.locator(".bar").get_by_role("link", name="Incidents"))
     said = asker.answer(".headline", r"(\d+) incidents? open\. (\d+) fired in the last 12 hours")
@@ -191,6 +195,7 @@ def test_what_happened_in_the_night(asker):
     asker.answer(".answer", r"At the resume at step 300, 97\.7 % of the residuals were dropped\.")
 
 
+@pytest.mark.nightly
 def test_numbers_into_pandas(asker, server_url, runs):
     asker.click(asker.page.get_by_text("Export to pandas"))
     code = asker.page.locator(".pandas pre").inner_text()

@@ -92,6 +92,7 @@ def test_a_cell_of_the_heatmap_tells_its_layers_story(opened):
         assert said == f"{now}; more than 25.0 % since step {within + run.every}, {before} before"
 
 
+@pytest.mark.nightly
 def test_the_curves_of_the_first_screen_follow_the_address_and_their_controls(opened):
     page = opened("run-plain", "?from=50&to=150&axis=step&layer=head.weight&smoothing=0.5")
     all_have(page, "'' + plot._fullLayout.xaxis.range === '50,150'")

@@ -193,6 +193,7 @@ def test_a_page_asks_once_and_what_the_server_drew_stays_until_it_has_its_own_an
     assert all("run_id" in one or int(one["limit"]) <= 60 for one in tables), "no page asks for all runs"
 
 
+@pytest.mark.nightly
 def test_a_slow_server_is_waited_for_and_its_answers_appear(watched, between):
     page = watched.page
     with between.slow():
@@ -278,6 +279,7 @@ def test_a_tick_that_finds_nothing_new_carries_next_to_nothing(watched, send, pa
     assert sum(changed) <= 50_000
 
 
+@pytest.mark.nightly
 def test_a_paused_page_stays_as_it_is_until_it_goes_on(watched, send):
     page = watched.page
     send(GeneratedRun("paused", "plus", state="running", run_id="run-paused"), 100)

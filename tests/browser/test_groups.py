@@ -6,6 +6,7 @@ from collage_monitor.client import Client
 from tests.browser.test_comparison import tick
 from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun
+from tests.dashboard.posting import post_run
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -25,16 +26,16 @@ class Seeded(GeneratedRun):
 
 @pytest.fixture(scope="module")
 def runs():
-    seeds = [
+    return [
         Seeded(f"{strategy}-seed{seed}", strategy, run_id=f"run-{strategy}-{seed}", steps=40)
         for strategy in LOSSES
         for seed in range(SEEDS)
     ]
-    return seeds + [GeneratedRun(f"filler-{i:02}", "light", steps=10, blocks=1) for i in range(FILLING)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def evaluated(server_url):
+    """A way to wait until the server has looked at all runs, as it has by now."""
     address, token_file = server_url
     with Client(address, token_file.read_text().strip()) as client:
 
@@ -42,7 +43,20 @@ def evaluated(server_url):
             rows = client.run_table(sort="health", descending=False, limit=500).rows
             return all(row.overview for row in rows)
 
-        until(none_is_missing, "the evaluation of all runs")
+        def wait():
+            until(none_is_missing, "the evaluation of all runs")
+
+        wait()
+        yield wait
+
+
+@pytest.fixture
+def filled(server_url, evaluated):
+    address, token_file = server_url
+    for place in range(FILLING):
+        run = GeneratedRun(f"filler-{place:02}", "light", steps=10, blocks=1)
+        post_run(address, run, token_file.read_text().strip())
+    evaluated()
 
 
 def names(page):
@@ -106,7 +120,8 @@ def test_runs_that_differ_by_seed_are_one_row_that_opens(watched):
     page.get_by_role("link", name="plain-seed1", exact=True).wait_for(state="detached")
 
 
-def test_what_was_picked_survives_search_pages_and_grouping(watched):
+@pytest.mark.nightly
+def test_what_was_picked_survives_search_pages_and_grouping(watched, filled):
     page = watched.page
     page.goto(f"{watched.url}/?sort=-name&by=strategy")
     page.get_by_role("checkbox", name="Pick Plain · bfloat16 to compare").check()

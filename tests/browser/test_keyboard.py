@@ -104,6 +104,7 @@ def search_has(page, text):
     page.wait_for_function("text => decodeURIComponent(location.search).includes(text)", arg=text)
 
 
+@pytest.mark.nightly
 def test_runs_are_ticked_compared_and_a_line_is_hidden(keyboard):
     page = keyboard.page
     keyboard.into_rows("#runs-grid").down_to("#runs-grid", "plain").press("Space")
@@ -262,6 +263,7 @@ def test_a_view_is_saved_for_all_who_see_the_project_opened_and_deleted(watched,
     assert client.views() == []
 
 
+@pytest.mark.nightly
 def test_a_link_to_what_is_shown_is_copied_by_the_keyboard(watched):
     page = watched.page
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])

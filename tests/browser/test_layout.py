@@ -51,8 +51,8 @@ def runs():
     return [*demo_runs(), long, Diverged(NOT_FINITE, "plus", run_id="run-nan"), *hostile]
 
 
-AT_NIGHT = ("histogram", "curves", "states", "classes", "norms&scale=log", "oracle", "rows=block", "about")
-"""Tabs and cards beside those of their kind that are laid out by day."""
+BY_DAY = ("/", "/runs", LONG_NAMED, "run=run-plain", "never-existed")
+"""Ends of the pages that are laid out by day; tabs and cards are so at night."""
 PAGES = {
     "/": ".rail li",
     "/runs": ".ag-row .run-cell",
@@ -75,7 +75,7 @@ PAGES = {
 @pytest.mark.drawn
 @LOOKS
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=[pytest.mark.nightly] * path.endswith(AT_NIGHT)) for path in PAGES]
+    "path", [pytest.param(path, marks=[pytest.mark.nightly] * (not path.endswith(BY_DAY))) for path in PAGES]
 )
 def test_a_page_fits_and_can_be_used_by_everyone(open_page, dashboard_url, path, scheme, width):
     page = open_page(dashboard_url, width=WIDTHS[0], scheme=scheme).page
@@ -92,7 +92,7 @@ def test_a_page_fits_and_can_be_used_by_everyone(open_page, dashboard_url, path,
         assert answer["y"] + answer["height"] < 844, "a long name leaves the answer on a phone's first screen"
 
 
-@IN_ONE_LOOK
+@pytest.mark.nightly
 @LOOKS
 def test_a_page_without_a_server_or_without_runs_can_be_used_by_everyone(lonely, open_page, scheme, width):
     address, server = lonely
@@ -242,6 +242,7 @@ def test_a_page_says_its_answer_before_any_script_has_run(browser, dashboard_url
     context.close()
 
 
+@pytest.mark.nightly
 def test_a_phone_names_a_loss_that_is_nan_with_its_step_and_shows_notes_whole_and_labels_apart(
     open_page, dashboard_url
 ):

@@ -109,6 +109,7 @@ def test_a_link_leads_to_the_provider_and_back_to_its_page_and_out_at_both(site,
     page.get_by_role("link", name="Sign in with localhost").wait_for()
 
 
+@pytest.mark.nightly
 def test_a_question_that_is_refused_while_somebody_signs_out_does_not_hold_the_sign_out_up(site, opened):
     page = opened.page
     held: list[Any] = []

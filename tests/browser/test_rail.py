@@ -19,7 +19,7 @@ LAPTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 def runs():
     """The demo's, one of them live, and more seeds of each strategy, as a person has them: forty."""
     seeds = [
-        GeneratedRun(f"{name}-bfloat16-lr3e-4-seed{seed}", name, seed=seed, steps=60, run_id=f"run-{name}-{seed}")
+        GeneratedRun(f"{name}-bfloat16-lr3e-4-seed{seed}", name, seed=seed, steps=20, run_id=f"run-{name}-{seed}")
         for seed in range(1, 9)
         for name in ("plain", "light", "plus", "master-weights")
     ]
@@ -29,7 +29,7 @@ def runs():
     return [*seeds, *demo_runs(), *live]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def evaluated(server_url):
     address, token_file = server_url
     with Client(address, token_file.read_text().strip()) as client:
@@ -95,6 +95,13 @@ def test_a_tick_compares_at_once_and_the_address_says_what_is_picked(laptop, wat
     on_screen(page, table.nth(2))
     assert sorted(picked(page)) == ["run-fp32-reference", "run-plain", "run-plus"]
     assert violations_now(page) == []
+
+
+@pytest.mark.nightly
+def test_a_comparison_shrinks_by_ticks_to_a_run_and_comes_back(laptop, watched):
+    page = laptop
+    page.goto(f"{watched.url}/compare?run=run-plain&run=run-plus&run=run-fp32-reference")
+    page.locator("#compare-advice").wait_for()
     page.get_by_role("checkbox", name="Compare plain", exact=True).click()
     page.wait_for_function("document.querySelectorAll('#compare-strategies tbody tr').length === 2")
     page.get_by_role("checkbox", name="Compare fp32 reference", exact=True).click()
@@ -116,6 +123,7 @@ def test_which_strategy_is_one_click_away(laptop, watched):
     assert len(picked(page)) == 39
 
 
+@pytest.mark.nightly
 def test_the_layers_of_thirty_runs_stand_on_one_screen_and_each_leads_to_its_run(laptop, watched):
     page = laptop
     page.goto(f"{watched.url}/run/run-plain")

@@ -97,14 +97,8 @@ def all_have(page, condition):
     )
 
 
-@pytest.mark.parametrize(
-    ("axis", "whole"),
-    [
-        ("step", 200),
-        pytest.param("tokens", 2048 * 200, marks=pytest.mark.nightly),
-        pytest.param("time", 0.5 * 190, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("axis", "whole"), [("step", 200), ("tokens", 2048 * 200), ("time", 0.5 * 190)])
 def test_a_zoom_of_one_curve_is_that_of_all_and_stands_in_the_address(watched, axis, whole):
     page = watched.page
     page.goto(f"{watched.url}/run/run-plain?axis={axis}&tab=curves")
@@ -158,6 +152,7 @@ def test_a_search_shows_curves_while_it_is_typed_and_stands_in_the_address(watch
     page.locator("#run-query").wait_for(state="hidden")
 
 
+@pytest.mark.nightly
 def test_charts_of_the_readers_own_stand_in_their_order_and_in_the_address(watched):
     page = watched.page
     plots = "[...document.querySelectorAll('#run-panel .chart-card .js-plotly-plot')]"
@@ -216,6 +211,7 @@ def test_back_undoes_a_zoom_that_was_not_answered_yet(watched, axis):
     all_have(page, first)
 
 
+@pytest.mark.nightly
 def test_a_curve_is_saved_and_explained_and_all_are_pointed_at_together(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-plain?tab=curves")
@@ -244,6 +240,7 @@ def test_a_curve_is_saved_and_explained_and_all_are_pointed_at_together(watched)
     page.wait_for_function(f"{beside} === null")
 
 
+@pytest.mark.nightly
 def test_a_heatmaps_colour_means_the_same_in_runs_of_different_ranges_and_it_runs_over_the_chosen_axis(watched):
     page = watched.page
     drawn = plot("heatmap", "edq_ratio")
@@ -305,6 +302,7 @@ def test_a_layer_is_chosen_by_a_click_in_the_heatmap_or_by_name_and_its_row_is_f
     assert frame.evaluate("path => getComputedStyle(path).strokeWidth") == "2px"
 
 
+@pytest.mark.nightly
 def test_titles_say_layer_and_steps_a_curve_has_its_strategys_colour_and_a_heatmap_those_of_the_pages_ground(
     watched,
 ):
@@ -349,6 +347,7 @@ def said(page, metric, row, column):
     return label.all_text_contents()[-1]
 
 
+@pytest.mark.nightly
 def test_a_small_share_is_told_as_on_all_pages_to_a_mouse_too(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-lossy?tab=layers&metric=lost_update_ratio")
@@ -419,6 +418,7 @@ def test_the_first_sentence_is_the_headline_and_one_table_has_every_layer_with_i
     )
 
 
+@pytest.mark.nightly
 def test_a_chosen_layers_card_stands_at_its_side_with_the_numbers_of_the_step_and_the_tabs_in_sight(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-plain?tab=table")

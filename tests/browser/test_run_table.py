@@ -89,6 +89,7 @@ def assert_written_as_on_pages(page):
     assert all(re.fullmatch(r"\d\.\d{3}", text) for text in now)
 
 
+@pytest.mark.nightly
 def test_columns_are_chosen_ordered_and_kept_in_the_address(watched):
     page = watched.page
     page.goto(f"{watched.url}/runs")

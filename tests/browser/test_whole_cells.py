@@ -9,7 +9,7 @@ from playwright.sync_api import TimeoutError
 from collage_monitor.strategies import STRATEGIES, strategy_title
 from tests.dashboard.generated import FINAL, GeneratedRun, demo_runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.browser]
 
 LAYER = "decoder.layers.11.attention.query_key_value_projection.weight"
 
@@ -65,7 +65,7 @@ def is_told(page, cell):
     return False
 
 
-@pytest.mark.parametrize("search", ["", pytest.param("?by=strategy", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("search", ["", "?by=strategy"])
 def test_no_cell_of_the_table_of_runs_is_cut_untold(open_page, dashboard_url, search):
     page = open_page(dashboard_url, width=2060).page
     page.goto(f"{dashboard_url}/runs{search}")

@@ -30,6 +30,7 @@ def cell(page, run_id, column):
     return page.locator(f'.ag-row[row-id="{run_id}"] .ag-cell[col-id="{column}"]')
 
 
+@pytest.mark.nightly
 def test_a_run_is_described_in_the_table_by_its_reader_and_by_others(watched, client):
     page = watched.page
     page.set_viewport_size({"width": 2400, "height": 900})
