@@ -134,7 +134,6 @@ def test_a_tab_of_a_live_run_draws_its_figures_and_keeps_them(watched):
     assert page.evaluate(drawn) == 4
 
 
-@pytest.mark.nightly
 def test_a_live_curve_grows_without_a_reload_and_keeps_the_zoom(watched, growing):
     page = watched.page
     page.goto(f"{watched.url}/compare?run=run-growing&run=run-plain")
