@@ -99,7 +99,8 @@ class SideBySide:
         self._config._tmp_path_factory._basetemp = folder
         self._config.get_terminal_writer()._file = Path(os.devnull).open("w")  # noqa: SIM115 - it stays open
         capture = self._config.pluginmanager.get_plugin("capturemanager")
-        capture.stop_global_capturing()
+        # What was imported may hold the streams of the collection, as defaults: they are left, and not closed.
+        self._left, capture._global_capturing = capture._global_capturing, None
         capture.start_global_capturing()
         capture.suspend_global_capture()
         numbers = (int.from_bytes(number) for number in iter(lambda: os.read(queue, _NUMBER_BYTES), b""))

@@ -16,7 +16,11 @@ def pytest_configure(config):
     config.pluginmanager.register(SideBySide(config, 2), "side by side")
 """
 GREEN = """
+import sys
 import pytest
+
+def tell(word, file=sys.stderr):
+    print(word, file=file)
 
 @pytest.fixture(scope="module")
 def shared():
@@ -28,6 +32,7 @@ def test_one(shared, capfd):
     assert capfd.readouterr().out == "out\\n"
 
 def test_two(shared, tmp_path):
+    tell("to the stream of the collection")
     assert not list(tmp_path.iterdir())
 """
 RED = """
