@@ -210,7 +210,7 @@ def test_one_number_moves_in_the_mean_below_the_resolution_of_fp32(share, arithm
     assert float(1.5 - after.double().mean()) == pytest.approx(64 * 1.5 * share, rel=0.25)
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(by=lambda strategy, arithmetic, share: ((strategy, arithmetic), share))
 @pytest.mark.parametrize("share", [1e-7, 5e-8, 1e-8])
 @pytest.mark.parametrize(
     ("strategy", "arithmetic"),
