@@ -100,8 +100,12 @@ def _killed(alone):
 
 def _runs(folder):
     """The rows of each offline run, once its file is whole: W&B writes on when `finish` has returned."""
-    paths = list(Path(folder).glob("wandb/offline-run-*/*.wandb"))
-    until(lambda: all("exit" in {kind for kind, _ in _records(path)} for path in paths), "whole files")
+    runs = list(Path(folder).glob("wandb/offline-run-*"))
+    paths = [run / f"run-{run.name.rpartition('-')[2]}.wandb" for run in runs]
+    until(
+        lambda: all(path.exists() and "exit" in {kind for kind, _ in _records(path)} for path in paths),
+        "whole files",
+    )
     return [[row for kind, row in _records(path) if kind == "history"] for path in paths]
 
 

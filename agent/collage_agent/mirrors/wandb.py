@@ -85,6 +85,7 @@ class WandbMirror:
                 project=getattr(theirs, "project", None) or self._run.project,
                 name=f"{self._run.name} (collage)",
                 group=getattr(theirs, "group", None) or self._run.group or self._run.name,
+                dir=getattr(getattr(theirs, "settings", None), "root_dir", None),
                 reinit="create_new",
             )
         self._into.define_metric("collage/step", hidden=True)
