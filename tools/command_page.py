@@ -17,7 +17,7 @@ MARKER = "<!-- From here on: python -m tools.command_page -->\n"
 
 def reference() -> str:
     """A section a verb, in the order of the alphabet; a group's verbs in sections below its own."""
-    context = click.Context(root, info_name="collage-monitor")
+    context = click.Context(root, info_name="collage-monitor", **root.context_settings)
     return "\n".join(_commands(root, context, 2))
 
 

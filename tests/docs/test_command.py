@@ -3,6 +3,7 @@
 import re
 
 import click
+from click.testing import CliRunner
 
 from collage_monitor.command import root
 from tools.command_page import MARKER, PAGE, reference
@@ -13,6 +14,12 @@ HEAD, _, TAIL = PAGE.read_text().partition(MARKER)
 
 def test_the_reference_is_what_the_command_says():
     assert TAIL.rstrip() == reference().rstrip(), "python -m tools.command_page writes it anew"
+
+
+def test_the_command_still_takes_h_once_it_is_written_down():
+    """A command keeps the help option of the first context that asks for it."""
+    reference()
+    assert CliRunner().invoke(root, ["-h"]).exit_code == 0
 
 
 def test_the_verbs_of_the_head_exist():
