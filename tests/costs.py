@@ -1,6 +1,6 @@
 """What each test costs in CPU seconds, of its process and of all that it starts; tests that cost much say why.
 
-`--costs FILE` writes one line a test; the end of every run names those above the budget that `tests/costs.toml`
+`--costs=FILE` writes one line a test; the end of every run names those above the budget that `tests/costs.toml`
 does not explain. CPU time grows on a busy machine, by half at most: only what takes ten times its budget fails.
 """
 
