@@ -357,6 +357,14 @@ def emptied(*names):
     return of_states(change)
 
 
+def step_on_empty_averages(saved, first, last):
+    states = saved.optimizer.state_dict()
+    for state in states["state"].values():
+        state["exp_avg"].zero_()
+    saved.optimizer.load_state_dict(states)
+    steps(saved.way, saved.model, saved.visible, saved.optimizer, first, last)
+
+
 def counting(value, dtype=torch.float32):
     def apply(saved):
         for state in saved.optimizer.state.values():
@@ -452,11 +460,7 @@ def test_a_kind_of_loss_is_noted_once_as_it_was_first_found():
     saved = Saved(found("AdamW, fp32"), torch.float32, 20)
     emptied("exp_avg")(saved)
     handle = saved.watched()
-    states = saved.optimizer.state_dict()
-    for state in states["state"].values():
-        state["exp_avg"].zero_()
-    saved.optimizer.load_state_dict(states)
-    steps(saved.way, saved.model, saved.visible, saved.optimizer, 21, 22)
+    step_on_empty_averages(saved, 21, 22)
     assert [(loss.kind, loss.step) for loss in handle.info.resume_losses] == [("averages", 21)]
 
 
@@ -512,11 +516,7 @@ def test_what_is_loaded_in_the_middle_is_looked_at():
     saved = Saved(found("AdamW, fp32"), torch.float32, 20)
     handle = saved.watched(3)
     assert handle.info.resume_losses == []
-    states = saved.optimizer.state_dict()
-    for state in states["state"].values():
-        state["exp_avg"].zero_()
-    saved.optimizer.load_state_dict(states)
-    steps(saved.way, saved.model, saved.visible, saved.optimizer, 23, 24)
+    step_on_empty_averages(saved, 23, 24)
     assert [(loss.kind, loss.step) for loss in handle.info.resume_losses] == [("averages", 24)]
 
 
