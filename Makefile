@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up docs screenshots studies release sbom packages test coverage quick check format nightly exhaustive mutants torture cluster containers hostile gpu doors bench clean
+.PHONY: demo up docs generate screenshots studies release sbom packages test coverage quick check format nightly exhaustive mutants torture cluster containers hostile gpu doors bench clean
 
 # The three distributions of this tree, each of which needs the one before it.
 DISTRIBUTIONS := ./agent . ./server
@@ -34,13 +34,18 @@ demo: $(VENV)/.stamp  ## Train five strategies, watched; DEMO_EXIT=1 ends afterw
 up: $(VENV)/.stamp  ## Start server and dashboard
 	$(BIN)/collage-monitor up
 
-docs: $(VENV)/.stamp-dev  ## Make figures, outputs of the tutorial and API pages anew, and serve the site
+docs: $(VENV)/.stamp-dev generate  ## Make figures, outputs of the tutorial and generated pages anew, and serve the site
 	$(BIN)/python -m tools.figures
 	$(BIN)/python -m tools.notebooks
-	$(BIN)/python -m tools.api_pages
-	$(BIN)/python -m tools.http_page
 	$(BIN)/python -m tools.static_demo
 	$(BIN)/zensical serve
+
+generate: $(VENV)/.stamp-dev  ## Pages and Prometheus rules that are made from the code
+	$(BIN)/python -m collage_server.alert_documents rules > server/prometheus/collage.rules.yml
+	$(BIN)/python -m collage_server.alert_documents runbook > docs/alerts.md
+	$(BIN)/python -m tests.alerts.traces
+	$(BIN)/python -m tests.paths
+	for page in api_pages http_page command_page troubleshooting_page; do $(BIN)/python -m tools.$$page || exit 1; done
 
 screenshots: $(VENV)/.stamp-dev  ## Pictures of every page, from the demo's data, into docs/images
 	$(BIN)/python -m tests.browser.screenshots

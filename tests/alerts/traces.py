@@ -1,7 +1,7 @@
 """For each alert of the catalogue runs that must wake it and runs that must not, minute by minute.
 
-`python -m tests.alerts.traces` prints them as unit tests of the Prometheus rules; the same runs are put before the
-server's own evaluation. When an alert must fire is reckoned here from the catalogue's waits, by neither of the two.
+`python -m tests.alerts.traces` writes them to the end of the unit tests of the Prometheus rules; the same runs are
+put before the server's own evaluation. When an alert must fire is reckoned here from the catalogue's waits, by neither of the two.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from collage_monitor.alerts import ALERTS
+
+UNIT_TESTS = Path(__file__).parents[2] / "server/prometheus/collage.rules.test.yml"
 
 
 @dataclass
@@ -234,4 +237,5 @@ def _same(one, other):
 
 
 if __name__ == "__main__":
-    print(unit_tests(), end="")  # noqa: T201
+    head, marker, _ = UNIT_TESTS.read_text().partition("# From here on: python -m tests.alerts.traces\n")
+    UNIT_TESTS.write_text(head + marker + unit_tests())
