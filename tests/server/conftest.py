@@ -14,6 +14,7 @@ from collage_monitor import wire
 from tests.server.compiled import share_compiled_statements
 from tests.server.migrated import put_migrated
 from tests.server.samples import report, stream_create
+from tests.waiting import PATIENCE_SECONDS
 
 NOW = 1_700_000_000.0
 share_compiled_statements()
@@ -37,6 +38,19 @@ class Server:
         self.clock = clock
         self.app = app
 
+    @property
+    def state(self):
+        return self.app.state.collage
+
+    @property
+    def store(self):
+        return self.state.store
+
+    def stop_threads(self):
+        """What the threads beside them may or may not have done by then is left to the requests."""
+        for thread in (self.state.summariser, self.state.sealer):
+            thread.stop(PATIENCE_SECONDS)
+
     def send(self, method, path, message=None, kind=None, status=200, encode=wire.encode_message, headers=None):
         content = b"" if message is None else message if isinstance(message, bytes) else encode(message)
         given = {"Content-Type": wire.MSGPACK} | (headers or {})
@@ -52,7 +66,7 @@ class Server:
 
     def get(self, path, kind=None, status=200):
         if path == "/metrics":
-            self.app.state.collage.summariser.keep_points()
+            self.state.summariser.keep_points()
         return self.send("GET", path, None, kind, status)
 
     def transport(self, asked=None):
@@ -89,14 +103,30 @@ class Server:
         path = f"/streams/{stream_id}/reports"
         return self.post(path, batch, wire.BatchAnswer, status, encode=wire.encode_batch)
 
+    def sent(self, *reports, stream_id="s0", body=None, **headers):
+        """The answer itself to these reports, or to a body that stands for them."""
+        content = wire.encode_batch(wire.ReportBatch(reports=list(reports))) if body is None else body
+        given = {"Content-Type": wire.MSGPACK} | headers
+        return self.client.post(f"/api/v1/streams/{stream_id}/reports", content=content, headers=given)
+
+    def finish(self, run_id="r1"):
+        """The run is over, and all of it is sealed."""
+        self.send("PATCH", f"/runs/{run_id}", wire.RunUpdate(state="finished"), wire.Run)
+        self.seal(run_id)
+
     def seal(self, run_id="r1", **more):
         """All that is due of a run."""
-        while self.app.state.collage.store.sealing.seal(run_id, self.clock(), **more):
+        while self.store.sealing.seal(run_id, self.clock(), **more):
             pass
 
     def series(self, metric, run_id="r1", **query):
         asked = "&".join(f"{name}={value}" for name, value in {"metric": metric, **query}.items())
         return self.get(f"/runs/{run_id}/series?{asked}", wire.Series)
+
+    def compare(self, *run_ids, **query):
+        """The runs of a comparison."""
+        asked = "&".join([*(f"run={run_id}" for run_id in run_ids), *(f"{key}={query[key]}" for key in query)])
+        return self.get(f"/compare?{asked}", wire.Comparison).runs
 
     def filled(self, run_id="r1", stream_id="s0", steps=range(10, 60, 10), **more):
         """A run with one attempt, one stream, and a report a step."""

@@ -9,7 +9,7 @@ from collage_server.settings import FIXED_LIMITS, Settings
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
-from tests.server.conftest import Clock
+from tests.server.conftest import Clock, Server
 from tests.server.migrated import put_migrated
 from tests.server.samples import report, stream_create
 
@@ -17,13 +17,8 @@ OWN = "the-server-s-own-token-0123456789abcdefghij"
 PROJECTS = ("mine", "theirs")
 
 
-class GuardedServer:
+class GuardedServer(Server):
     """The application and its clock; `ask` sends a request with any secret."""
-
-    def __init__(self, client, clock, app):
-        self.client = client
-        self.clock = clock
-        self.app = app
 
     def ask(self, method, path, secret=OWN, message=None, **headers):
         is_ready = message is None or isinstance(message, bytes)

@@ -1,4 +1,7 @@
-"""An attempt hides older ones at and after its first step; two live processes on one rank are never merged."""
+"""An attempt hides older ones at and after its first step; two live processes on one rank are never merged.
+
+And what a run's streams tell: gaps, lag and clock skew of each.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ import json
 import pytest
 
 from collage_monitor import wire
+from tests.server.conftest import NOW
 from tests.server.samples import report
 
 
 def resumed(server, first_step, steps):
-    server.filled(steps=())
-    server.reports([report(i, step) for i, step in enumerate(range(10, 110, 10))])
+    server.filled(steps=range(10, 110, 10))
     server.attempt(launch_id="launch-2", first_step=first_step)
     server.stream(stream_id="s1", launch_id="launch-2")
     server.reports([report(i, step, rank=3) for i, step in enumerate(steps)], "s1")
@@ -55,9 +58,16 @@ def logged(server, name, **query):
     return dict(zip(series.steps, series.values, strict=True))
 
 
-def seal_all(server):
-    server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
-    server.seal()
+def steps_logged(server, name):
+    """By the curve, and by the export."""
+    lines = [json.loads(line) for line in server.get("/runs/r1/export?format=jsonl").splitlines()]
+    exported = {line["step"]: line["scalars"][name] for line in lines if name in line.get("scalars", {})}
+    assert exported == logged(server, name)
+    return exported
+
+
+def told_of_the_second(server):
+    return [event.text for event in server.get("/runs/r1/events", wire.EventPage).events if event.attempt == 2]
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -68,19 +78,16 @@ def test_an_attempt_that_measures_nothing_hides_nothing(server, sealed):
     assert [line.split()[-1] for line in exposed if line.startswith("collage_step{")] == ["100.0"]
     assert not any(line.startswith("collage_steps_since_resume{") for line in exposed)
     if sealed:
-        seal_all(server)
-    assert list(logged(server, "loss")) == list(logged(server, "lost")) == list(range(10, 110, 10))
-    assert logged(server, "evaluation") == {step: 5.0 + step for step in range(1, 6)}
+        server.finish()
+    assert list(steps_logged(server, "loss")) == list(logged(server, "lost")) == list(range(10, 110, 10))
+    assert steps_logged(server, "evaluation") == {step: 5.0 + step for step in range(1, 6)}
     run = server.get("/runs/r1", wire.Run)
     assert (run.last_step, run.scalars["loss"].step, run.scalars["evaluation"].step) == (100, 100, 5)
     assert [(entry.first_step, entry.measured_from) for entry in run.attempts] == [(1, 1), (1, None)]
     assert server.get("/runs/r1/latest", wire.Latest).step == 100
-    lines = [json.loads(line) for line in server.get("/runs/r1/export?format=jsonl").splitlines()]
-    assert [line["step"] for line in lines if "step" in line] == [1, 2, 3, 4, 5, *range(10, 110, 10)]
-    compared = server.get("/compare?run=r1&metric=loss&points=100", wire.Comparison).runs[0]
+    [compared] = server.compare("r1", metric="loss", points=100)
     assert compared.series.steps == list(range(10, 110, 10))
-    text = [event.text for event in server.get("/runs/r1/events", wire.EventPage).events if event.attempt == 2]
-    assert text == ["attempt 2 began at step 1"]
+    assert told_of_the_second(server) == ["attempt 2 began at step 1"]
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -90,18 +97,15 @@ def test_what_is_logged_again_hides_its_name_from_there_on(server, sealed):
     logs_only(server, first, attempt=1)
     logs_only(server, [(step, {"loss": 2.0}) for step in range(100, 150, 2)])
     if sealed:
-        seal_all(server)
+        server.finish()
     expected = dict.fromkeys(range(1, 100), 1.0) | dict.fromkeys(range(100, 150, 2), 2.0)
-    assert logged(server, "loss") == expected
-    assert logged(server, "accuracy") == {50: 0.1, 100: 0.1, 150: 0.1, 200: 0.1}
+    assert steps_logged(server, "loss") == expected
+    assert steps_logged(server, "accuracy") == {50: 0.1, 100: 0.1, 150: 0.1, 200: 0.1}
     late = {step: value for step, value in expected.items() if step > 120}
     assert logged(server, "loss", **{"from": 121}) == late
     assert logged(server, "loss", **{"from": 149}) == {}
     run = server.get("/runs/r1", wire.Run)
     assert (run.scalars["loss"].step, run.scalars["loss"].value) == (148, 2.0)
-    lines = [json.loads(line) for line in server.get("/runs/r1/export?format=jsonl").splitlines()]
-    told = {line["step"]: line["scalars"]["loss"] for line in lines if "loss" in line.get("scalars", {})}
-    assert told == expected
 
 
 def test_a_launch_that_logs_before_it_trains_hides_from_its_first_trained_step_on(server):
@@ -114,18 +118,10 @@ def test_a_launch_that_logs_before_it_trains_hides_from_its_first_trained_step_o
     assert logged(server, "parameters") == {0: 7.0}
     second = server.get("/runs/r1", wire.Run).attempts[1]
     assert (second.first_step, second.measured_from) == (0, 55)
-    text = [event.text for event in server.get("/runs/r1/events", wire.EventPage).events if event.attempt == 2]
-    assert text == [
-        "attempt 2 began at step 0 and measures from step 55 on: older attempts' points from there on are hidden"
-    ]
-
-
-def test_the_lowest_step_of_all_ranks_hides(server):
-    server.filled(steps=range(10, 110, 10))
-    server.attempt(launch_id="launch-2", first_step=40)
-    server.stream(stream_id="s1", launch_id="launch-2", measured_from=60)
+    [text] = told_of_the_second(server)
+    assert text.startswith("attempt 2 began at step 0 and measures from step 55 on: ")
     server.stream(stream_id="s2", launch_id="launch-2", rank=1, measured_from=50)
-    assert list(logged(server, "lost")) == [10, 20, 30, 40]
+    assert list(logged(server, "lost")) == [10, 20, 30, 40, 60], "the lowest step of all ranks hides"
 
 
 def test_two_processes_that_log_other_names_into_one_run_hide_nothing_of_each_other(server):
@@ -142,15 +138,9 @@ def evaluated(server, steps, role="evaluator"):
     """An evaluator's launch that logs these steps."""
     launch = wire.AttemptCreate(launch_id="launch-e", first_step=min(steps), role=role)
     attempt = server.post("/runs/r1/attempts", launch, wire.Attempt)
-    stream = wire.StreamCreate(stream_id="e0", launch_id="launch-e")
-    server.post("/runs/r1/streams", stream, wire.Stream)
-    server.reports(
-        [
-            wire.Report(seq=i, step=step, time=1.0, scalars={f"{role}/accuracy": 0.5})
-            for i, step in enumerate(steps)
-        ],
-        "e0",
-    )
+    server.post("/runs/r1/streams", wire.StreamCreate(stream_id="e0", launch_id="launch-e"), wire.Stream)
+    told = {f"{role}/accuracy": 0.5}
+    server.reports([report(i, step, measured=False, scalars=told) for i, step in enumerate(steps)], "e0")
     return attempt
 
 
@@ -181,3 +171,92 @@ def test_a_role_is_a_short_word_and_not_the_trainings(server, role):
     server.filled()
     launch = wire.AttemptCreate(launch_id="launch-e", first_step=1, role=role)
     assert server.post("/runs/r1/attempts", launch, status=422).field == "role"
+
+
+def streams(server):
+    return {s.stream_id: s for s in server.get("/runs/r1/streams", wire.StreamList).streams}
+
+
+def send(server, reports=(), gaps=(), stream_id="s0", status=200):
+    given_up = [wire.ReportGap(first_seq=first, last_seq=last, reason="spool full") for first, last in gaps]
+    batch = wire.ReportBatch(reports=list(reports), gaps=given_up)
+    return server.post(f"/streams/{stream_id}/reports", batch, wire.BatchAnswer, status, encode=wire.encode_batch)
+
+
+@pytest.fixture
+def two(server):
+    server.ranks(2)
+    return server
+
+
+def test_missing_until_it_comes_or_is_given_up(two):
+    send(two, [report(0, 10), report(5, 60)])
+    assert streams(two)["s0"].missing == 4
+    send(two, [report(2, 30)])
+    assert streams(two)["s0"].missing == 3
+    for _ in range(2):
+        answer = send(two, gaps=[(1, 1), (3, 4)])
+        assert (answer.accepted, answer.duplicates, answer.rejected) == (0, 0, [])
+        stream = streams(two)["s0"]
+        assert (stream.missing, stream.given_up) == (0, 3)
+    send(two, gaps=[(6, 9), (8, 20)])
+    assert streams(two)["s0"].given_up == 18
+    assert streams(two)["s1"].given_up == 0
+
+
+def test_reports_given_up_beyond_the_newest_do_not_hide_missing_ones(two):
+    send(two, [report(0, 10), report(2, 30)], gaps=[(3, 7)])
+    assert (streams(two)["s0"].missing, streams(two)["s0"].given_up) == (1, 5)
+    send(two, gaps=[(10, 11)])
+    assert streams(two)["s0"].missing == 3
+    send(two, gaps=[(0, 3)], stream_id="s1")
+    assert (streams(two)["s1"].missing, streams(two)["s1"].given_up) == (0, 4)
+
+
+def test_who_lags(two):
+    send(two, [report(0, 100)])
+    two.clock.now += 30
+    send(two, [report(0, 40, rank=1)], stream_id="s1")
+    found = streams(two)
+    assert [(found[s].lag_steps, found[s].last_report_at) for s in ("s0", "s1")] == [(0, NOW), (60, NOW + 30)]
+
+
+def test_the_clock_is_judged_by_the_report_that_arrived_fastest(two):
+    send(two, [report(0, 10, time=NOW - 60.0)])
+    assert streams(two)["s0"].clock_skew_seconds == -60.0
+    send(two, [report(1, 20, time=NOW + 3.0), report(2, 30, time=NOW - 5.0)])
+    assert streams(two)["s0"].clock_skew_seconds == 3.0
+    two.clock.now += 100.0
+    send(two, [report(3, 40, time=NOW + 50.0)])
+    assert streams(two)["s0"].clock_skew_seconds == 3.0
+
+
+def test_a_clock_an_hour_ahead_shows_as_skew_and_moves_nothing_else(two):
+    two.clock.now = NOW + 100
+    send(two, [report(0, 10, time=NOW + 99.0), report(1, 20, time=NOW + 99.5)])
+    send(two, [report(0, 10, rank=1, time=NOW + 3699.0)], stream_id="s1")
+    found = streams(two)
+    assert [found[s].clock_skew_seconds for s in ("s0", "s1")] == [-0.5, 3599.0]
+    assert [found[s].lag_steps for s in ("s0", "s1")] == [0, 10]
+    assert {found[s].last_report_at for s in ("s0", "s1")} == {NOW + 100}
+    two.clock.now = NOW + 800
+    assert two.get("/runs/r1", wire.Run).state == "stale", "by the server's clock"
+
+
+def test_bad_gaps(two):
+    assert send(two, [report(0, 10)], [(5, 4)], status=422).field == "gaps"
+    limit = wire.LIMITS["reports_per_batch"]
+    assert send(two, gaps=[(i, i) for i in range(limit + 1)], status=413).limit == limit
+    assert streams(two)["s0"].reports == 0
+
+
+@pytest.mark.slow
+def test_more_separate_gaps_than_can_be_kept_are_missing_and_refuse_no_report(two):
+    for start in range(0, 20_000, 10_000):
+        send(two, gaps=[(i, i) for i in range(start, start + 10_000, 2)])
+    assert streams(two)["s0"].given_up == 10_000
+    assert send(two, [report(30_002, 10)], gaps=[(30_000, 30_001)]).accepted == 1
+    found = streams(two)["s0"]
+    assert (found.given_up, found.missing) == (10_000, 20_002)
+    send(two, gaps=[(0, 20_000)])
+    assert streams(two)["s0"].given_up == 20_001

@@ -15,6 +15,7 @@ from benchmarks._harness import Figure
 from benchmarks._population import LARGE, SMALL, UnsyncedStore, batches, numbers_in, populate, requests
 from benchmarks._serving import NullStore
 from benchmarks.archive import Question, ask, filled, in_turns, opened, reports
+from benchmarks.load import Load, run_load, stored
 from benchmarks.query import StoredColumns, StoredRows, questions, read_by_key
 from benchmarks.runs import fill
 from benchmarks.runs import questions as questions_about_runs
@@ -132,3 +133,19 @@ def test_an_answer_that_differs_fails_the_benchmark_of_archives(tmp_path):
         }
         with pytest.raises(RuntimeError, match="has another answer"):
             in_turns({"a": first, "b": other}, 2)
+
+
+def test_of_a_load_what_is_shed_is_refused_what_is_acknowledged_kept_what_is_missing_found(tmp_path):
+    outcome = run_load(Load(seconds=1.0, agents=16, rate=300.0), tmp_path, in_flight_bytes=2**20)
+    statuses = outcome.tally.statuses
+    assert set(statuses) == {200, 503}
+    assert outcome.tally.without_retry_after == 0
+    assert sum(outcome.tally.acknowledged.values()) > 0
+    assert (outcome.missing, outcome.unexpected) == (0, 0)
+    path = tmp_path / "collage.sqlite"
+    before, _ = stored(path)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DELETE FROM report WHERE stream_id = 'run-0-1' AND seq = 3")
+    after, _ = stored(path)
+    assert before["run-0-1"] - after["run-0-1"] == {3}
+    assert before["run-0-0"] == after["run-0-0"]

@@ -1,4 +1,7 @@
-"""The journal's bounds: what is refused, what is sealed for it, and that nothing stays full for good."""
+"""The journal's bounds: what is refused, what is sealed for it, and that nothing stays full for good.
+
+And what one project may hold: refused with 422 and the limit, and no other project feels it.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,19 @@ import sqlite3
 from contextlib import closing, contextmanager
 
 import pytest
-from collage_server.errors import JournalFull
+from collage_server.auth.quotas import Quotas
+from collage_server.errors import JournalFull, Unprocessable
 from collage_server.ingest.writer import JournalBounds
-from collage_server.settings import FixedLimits, Settings
+from collage_server.settings import FixedLimits
 from collage_server.store import SqliteStore, records
 from collage_server.store.records import report_bytes
 from msgspec.structs import replace
 
 from collage_monitor import wire
-from tests.server.conftest import running
+from tests.server.conftest import Clock, running
+from tests.server.guarded import guarded_server
 from tests.server.samples import report
+from tests.server.statements import statements_on
 
 
 def test_a_run_has_room_up_to_its_bound_and_others_beside_it():
@@ -79,112 +85,188 @@ SENT = {
 }
 
 
-def sent(client, batch):
-    return client.post("/api/v1/streams/s0/reports", content=batch, headers={"Content-Type": wire.MSGPACK})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SENT)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sealing_is_due_whenever_the_bound_is_reached(tmp_path, kind, ranks):
+def test_sealing_is_due_whenever_the_bound_is_reached(settings, kind, ranks):
     """Whoever is waited for: of two ranks one never reports; what was refused comes in after a look."""
-    with running(Settings(folder=tmp_path, no_auth=True), limits=SMALL) as server:
-        server.run()
-        server.attempt()
-        for rank in range(ranks):
-            server.stream(stream_id=f"s{rank}", rank=rank, world_size=ranks)
-        sealer = server.app.state.collage.sealer
+    with running(settings, limits=SMALL) as server:
+        server.ranks(ranks)
+        sealer = server.state.sealer
         sealer.stop(10.0)
         refused = 0
         for seq in range(60):
-            batch = wire.encode_batch(wire.ReportBatch(reports=[SENT[kind](seq)]))
-            answer = sent(server.client, batch)
+            answer = server.sent(SENT[kind](seq))
             if answer.status_code == 429:
                 refused += 1
                 assert answer.headers["retry-after"] == "2"
                 assert answer.json()["error"]["code"] == "journal_full"
                 sealer.stopping.clear()
                 sealer.do_due_work()
-                answer = sent(server.client, batch)
+                answer = server.sent(SENT[kind](seq))
             assert answer.status_code == 200, answer.text
         assert refused > 1
-        stored = server.app.state.collage.store.streams.of_run("r1")[0]
+        stored = server.store.streams.of_run("r1")[0]
         assert (stored.reports, stored.missing) == (60, 0)
-        assert server.app.state.collage.store.journal.bytes_of("r1") <= 20_000
+        assert server.store.journal.bytes_of("r1") <= 20_000
 
 
 @pytest.fixture
-def bounded(tmp_path):
+def bounded(settings):
     """A run of one rank whose journal holds 20 kB, on a database for whose lock a commit waits 50 ms; unsealed."""
-    chosen = Settings(folder=tmp_path, no_auth=True)
-    store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0, busy_timeout_seconds=0.05)
-    with running(chosen, store=store, limits=SMALL) as server:
+    store = SqliteStore(settings.folder / "collage.sqlite", stale_after_seconds=600.0, busy_timeout_seconds=0.05)
+    with running(settings, store=store, limits=SMALL) as server:
         server.filled(steps=())
-        server.app.state.collage.sealer.stop(10.0)
-        server.app.state.collage.maintenance.stop(10.0)
+        server.state.sealer.stop(10.0)
+        server.state.maintenance.stop(10.0)
         yield server
+
+
+THREE = [report(seq, seq + 1) for seq in range(3)]
 
 
 @contextmanager
 def held_by_another(server):
     """No commit succeeds: another process writes, and does not end."""
-    with closing(sqlite3.connect(server.app.state.collage.store.path)) as other:
+    with closing(sqlite3.connect(server.store.path)) as other:
         other.execute("BEGIN IMMEDIATE")
         yield
 
 
-def outcomes(server, outcome):
-    name = f'collage_server_reports_total{{outcome="{outcome}"}} '
-    return next(float(line.removeprefix(name)) for line in server.get("/metrics").splitlines() if name in line)
-
-
 @pytest.mark.slow
 def test_what_no_commit_took_does_not_fill_the_journal(bounded):
-    batch = wire.encode_batch(wire.ReportBatch(reports=[report(seq, seq + 1) for seq in range(3)]))
     with held_by_another(bounded):
-        assert [sent(bounded.client, batch).status_code for _ in range(12)] == [503] * 12
-        assert bounded.app.state.collage.bounds.waiting() == []
-    assert sent(bounded.client, batch).json()["accepted"] == 3
+        assert [bounded.sent(*THREE).status_code for _ in range(12)] == [503] * 12
+        assert bounded.state.bounds.waiting() == []
+    assert bounded.sent(*THREE).json()["accepted"] == 3
 
 
 @pytest.mark.slow
 def test_what_is_stored_already_does_not_fill_the_journal(bounded):
-    batch = wire.encode_batch(wire.ReportBatch(reports=[report(seq, seq + 1) for seq in range(3)]))
-    assert [sent(bounded.client, batch).status_code for _ in range(30)] == [200] * 30
+    assert [bounded.sent(*THREE).status_code for _ in range(30)] == [200] * 30
 
 
 @pytest.mark.slow
 def test_what_is_logged_takes_room_in_the_journal_too(bounded):
     """Two hundred scalars are more than most measurements: uncounted, they came in until the next count."""
     scalars = {f"name of a scalar {number:40}": 1 / 3 for number in range(200)}
-    batches = [
-        wire.encode_batch(wire.ReportBatch(reports=[report(seq, seq + 1, measured=False, scalars=scalars)]))
-        for seq in range(2)
-    ]
-    assert [sent(bounded.client, batch).status_code for batch in batches] == [200, 429]
-    app_state = bounded.app.state.collage
-    in_database = app_state.store.journal.bytes_of("r1")
-    assert in_database <= report_bytes(wire.decode_batch(batches[0], wire.MSGPACK).reports[0]) < 1.5 * in_database
+    reports = [report(seq, seq + 1, measured=False, scalars=scalars) for seq in range(2)]
+    assert [bounded.sent(one).status_code for one in reports] == [200, 429]
+    in_database = bounded.store.journal.bytes_of("r1")
+    assert in_database <= report_bytes(reports[0]) < 1.5 * in_database
 
 
 def test_a_report_is_measured_once_on_its_way_into_the_journal(bounded, monkeypatch):
     measured = []
-
-    def counting(report):
-        measured.append(report.seq)
-        return report_bytes(report)
-
-    monkeypatch.setattr(records, "report_bytes", counting)
-    batch = wire.encode_batch(wire.ReportBatch(reports=[report(seq, seq + 1) for seq in range(3)]))
-    assert sent(bounded.client, batch).json()["accepted"] == 3
+    monkeypatch.setattr(records, "report_bytes", lambda one: measured.append(one.seq) or report_bytes(one))
+    assert bounded.sent(*THREE).json()["accepted"] == 3
     assert measured == [0, 1, 2]
 
 
 @pytest.mark.slow
 def test_a_report_is_counted_as_rejected_once_however_often_its_batch_is_sent(bounded):
-    bad = replace(report(0, 1), statistic_count=999)
-    batch = wire.encode_batch(wire.ReportBatch(reports=[bad, report(1, 2)]))
+    reports = [replace(report(0, 1), statistic_count=999), report(1, 2)]
     with held_by_another(bounded):
-        assert [sent(bounded.client, batch).status_code for _ in range(3)] == [503] * 3
-    assert sent(bounded.client, batch).json()["rejected"][0]["index"] == 0
-    assert (outcomes(bounded, "rejected"), outcomes(bounded, "accepted")) == (1, 1)
+        assert [bounded.sent(*reports).status_code for _ in range(3)] == [503] * 3
+    assert bounded.sent(*reports).json()["rejected"][0]["index"] == 0
+    page = bounded.get("/metrics")
+    for outcome in ("rejected", "accepted"):
+        assert f'collage_server_reports_total{{outcome="{outcome}"}} 1.0' in page
+
+
+def create(guarded, run_id, project="p", tags=()):
+    message = wire.RunCreate(run_id=run_id, tags=list(tags))
+    return guarded.ask("POST", f"/api/v1/projects/{project}/runs", message=message)
+
+
+def limit_of(answer):
+    assert answer.status_code == 422, answer.text
+    error = answer.json()["error"]
+    return error["field"], error["limit"]
+
+
+def test_runs_of_a_project(tmp_path):
+    with guarded_server(tmp_path, runs_per_project=2) as guarded:
+        assert create(guarded, "a").status_code == 201
+        assert create(guarded, "b").status_code == 201
+        assert limit_of(create(guarded, "c")) == ("runs_per_project", 2)
+        assert create(guarded, "a").status_code == 200, "resuming is always allowed"
+        assert create(guarded, "c", project="q").status_code == 201
+        guarded.ask("DELETE", "/api/v1/runs/a")
+        assert create(guarded, "d").status_code == 201
+
+
+def test_tags_of_a_project_count_once_however_many_runs_bear_them(tmp_path):
+    with guarded_server(tmp_path, FixedLimits(tags_per_project=3)) as guarded:
+        assert create(guarded, "a", tags=["x", "y"]).status_code == 201
+        assert create(guarded, "b", tags=["x", "y", "z"]).status_code == 201
+        assert limit_of(create(guarded, "c", tags=["w"])) == ("tags_per_project", 3)
+        assert limit_of(create(guarded, "a", tags=["w"])) == ("tags_per_project", 3)
+        for tags, status in ((["w"], 422), (["z"], 200)):
+            answer = guarded.ask("PATCH", "/api/v1/runs/a", message=wire.RunUpdate(tags=tags))
+            assert answer.status_code == status
+
+
+def test_layers_of_a_project(tmp_path):
+    with guarded_server(tmp_path, FixedLimits(layers_per_project=5)) as guarded:
+        guarded.fill("p", "a")
+        assert create(guarded, "b").status_code == 201
+        guarded.fill("p", "b")
+        assert limit_of(create(guarded, "c")) == ("layers_per_project", 5)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "advice"),
+    [
+        ({"runs_per_project": 1}, "start the server with a higher COLLAGE_SERVER_RUNS_PER_PROJECT"),
+        ({"limits": FixedLimits(tags_per_project=1)}, "put new ones into another project"),
+        ({"limits": FixedLimits(layers_per_project=1)}, "put new ones into another project"),
+    ],
+)
+def test_the_message_says_what_to_do(tmp_path, bounds, advice):
+    with guarded_server(tmp_path, **bounds) as guarded:
+        guarded.fill("p", "a")
+        create(guarded, "b")
+        message = create(guarded, "c", tags=["x", "y"]).json()["error"]["message"]
+        assert message.endswith(f"delete runs of it, or {advice}")
+
+
+def test_creating_a_run_costs_the_same_in_a_project_of_many(tmp_path):
+    """Runs, tags and layers of the whole project were counted for each: 4.8 ms became 10."""
+
+    def rows_read(guarded, run_id):
+        with statements_on(guarded.app.state.collage.store.engine) as asked:
+            assert create(guarded, run_id, tags=["x"]).status_code == 201
+        return [statement for statement in asked if "count(" in statement or "sum(" in statement]
+
+    with guarded_server(tmp_path) as guarded:
+        assert len(rows_read(guarded, "first")) == 3
+        for i in range(20):
+            assert rows_read(guarded, f"r{i}") == []
+
+
+def test_a_count_is_remembered_below_half_of_the_limit_for_seconds(tmp_path):
+    time, counts = Clock(0.0), []
+    store = SqliteStore(tmp_path / "unopened.sqlite", stale_after_seconds=600.0).access
+    quotas = Quotas(10, FixedLimits(), store, monotonic=time)
+
+    def adding(held):
+        def count():
+            counts.append(held)
+            return held
+
+        quotas.check("p", "runs", 1, count)
+
+    for held in range(1, 7):
+        adding(held)
+    assert counts == [1, 6], "up to the half of it nothing was counted again"
+    for held in range(7, 11):
+        adding(held)
+    assert counts == [1, 6, 7, 8, 9, 10]
+    with pytest.raises(Unprocessable):
+        adding(11)
+    other = Quotas(10, FixedLimits(), store, monotonic=time)
+    other.check("p", "runs", 1, lambda: 2)
+    time.now = 11.0
+    with pytest.raises(Unprocessable):
+        other.check("p", "runs", 1, lambda: 12)

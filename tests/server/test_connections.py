@@ -1,10 +1,17 @@
-"""Connections over real sockets: heads that are too large, half sent or no HTTP, and more of them than may be."""
+"""Connections over real sockets: heads that are too large, half sent or no HTTP, and more of them than may be.
+
+And requests sent before the last is answered, trailers, and Host: what one connection may send without a token.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import select
+import socket
+import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,9 +20,27 @@ from collage_server.command.serve import uvicorn_config
 from collage_server.settings import Settings
 
 from tests.server.sockets import HEAD, everything, listening, status_of
-from tests.waiting import until
+from tests.server.test_process import serving
+from tests.waiting import PATIENCE_SECONDS, until
+
+pytestmark = pytest.mark.slow
 
 CLOSE = b"Connection: close\r\n\r\n"
+NEXT = HEAD + b"\r\n"
+CHUNKED = b"POST /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+ENDLESS = b"".join(b"x-%d: 1\r\n" % i for i in range(2**17))
+TOO_LONG = {"half a value": b"X-Long: " + b"x" * 2**20, "a value": b"X-Long: " + b"x" * 2**17 + b"\r\n\r\n"}
+FLOODS = {
+    "requests": 6_000 * NEXT,
+    "trailers": CHUNKED + b"0\r\nX-Long: " + 2**20 * b"x",
+    "empty lines": NEXT + 2**18 * b"\r\n",
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with listening(tmp_path_factory.mktemp("anyone")) as server:
+        yield server
 
 
 def error_of(answer):
@@ -26,37 +51,33 @@ def error_of(answer):
     return error
 
 
-@pytest.mark.slow
+def sent_until_closed(client, content):
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # Closed before all was sent.
+        client.sendall(content)
+    return everything(client)
+
+
 @pytest.mark.parametrize(
     "sent",
-    [
-        b"X-Long: " + b"x" * 2**20,
-        b"X-Long: " + b"x" * 2**17 + b"\r\n\r\n",
-        b"".join(b"x-%d: 1\r\n" % i for i in range(200)) + b"\r\n",
-        b"".join(b"x-%d: 1\r\n" % i for i in range(2**17)),
-    ],
-    ids=["half a value", "a value", "many", "endless"],
+    [*TOO_LONG.values(), b"".join(b"x-%d: 1\r\n" % i for i in range(200)) + b"\r\n", ENDLESS],
+    ids=[*TOO_LONG, "many", "endless"],
 )
-def test_a_head_beyond_its_size_is_refused_as_it_comes(tmp_path, sent):
-    with listening(tmp_path) as server, server.connect() as client:
-        with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # Closed before all was sent.
-            client.sendall(HEAD + sent)
-        answer = everything(client)
-        if answer:  # A reset may overtake it.
+def test_a_head_beyond_its_size_is_refused_as_it_comes(server, sent):
+    with server.connect() as client:
+        if answer := sent_until_closed(client, HEAD + sent):  # A reset may overtake it.
             assert status_of(answer) == 431
             assert error_of(answer)["limit"] == 65536
         assert server.ask(HEAD + CLOSE).startswith(b"HTTP/1.1 200")
 
 
-def test_a_head_within_its_size_is_answered_again_and_again(tmp_path):
-    with listening(tmp_path) as server:
-        long = HEAD + b"X-Long: " + b"x" * 60_000 + b"\r\n"
-        answer = server.ask(5 * (long + b"\r\n") + long + CLOSE)
+def test_a_head_within_its_size_is_answered_again_and_again(server):
+    long = HEAD + b"X-Long: " + b"x" * 60_000 + b"\r\n"
+    answer = server.ask(5 * (long + b"\r\n") + long + CLOSE)
     assert answer.count(b"HTTP/1.1 200") == 6
 
 
-def test_heads_of_one_byte_at_a_time_do_not_count_the_bodies(tmp_path):
-    with listening(tmp_path) as server, server.connect() as client:
+def test_heads_of_one_byte_at_a_time_do_not_count_the_bodies(server):
+    with server.connect() as client:
         client.sendall(b"POST /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 70000\r\n\r\n")
         client.sendall(b"x" * 70_000 + HEAD + CLOSE)
         answer = everything(client)
@@ -64,7 +85,6 @@ def test_heads_of_one_byte_at_a_time_do_not_count_the_bodies(tmp_path):
     assert b"HTTP/1.1 200" in answer
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"\r\n" + HEAD, HEAD + b"\r\n\r\n\r\n"])
 def test_half_a_head_is_not_waited_for(tmp_path, sent):
     """The connection ends though nobody ends it from here; whole requests before are answered."""
@@ -115,7 +135,6 @@ def test_beyond_the_connections_the_silent_ones_go_and_who_asks_is_answered(tmp_
             client.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "sent",
     [
@@ -125,8 +144,91 @@ def test_beyond_the_connections_the_silent_ones_go_and_who_asks_is_answered(tmp_
         b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n",
     ],
 )
-def test_what_is_no_http_is_refused_in_the_one_shape(tmp_path, sent):
-    with listening(tmp_path) as server:
-        answer = server.ask(sent)
+def test_what_is_no_http_is_refused_in_the_one_shape(server, sent):
+    answer = server.ask(sent)
     assert status_of(answer) == 400
     assert error_of(answer)["code"] == "bad_request"
+
+
+def highest_memory_mib(process):
+    status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) / 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
+def test_a_flood_without_a_token_takes_little_memory_and_others_are_answered(tmp_path, flood):
+    with serving(tmp_path, "--no-auth", idle_seconds=3600.0) as (process, client, ready):
+        client.get("/healthz").raise_for_status()
+        before = highest_memory_mib(process)
+        address = ("127.0.0.1", int(ready["server_url"].rpartition(":")[2]))
+        with contextlib.ExitStack() as stack:
+            senders = [stack.enter_context(socket.create_connection(address)) for _ in range(40)]
+            for sender in senders:
+                sender.setblocking(False)
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    sender.send(flood)
+            client.get("/healthz", timeout=5.0).raise_for_status()
+            for sender in senders:
+                sender.settimeout(PATIENCE_SECONDS)
+                everything(sender)  # The server ends each.
+        assert highest_memory_mib(process) - before < 32
+
+
+def test_requests_that_wait_are_answered_in_order_and_the_connection_is_kept(server):
+    asked = [b"GET /%d HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % number for number in range(8)]
+    with server.connect() as client:
+        client.sendall(b"".join(asked))
+        client.sendall(HEAD + CLOSE)
+        answer = everything(client)
+    assert re.findall(rb"GET /(\d): not found", answer) == [b"%d" % number for number in range(8)]
+    assert answer.count(b"HTTP/1.1 ") == 9
+    assert answer.lower().count(b"connection: close") == 1
+
+
+def test_beyond_those_that_may_wait_the_connection_ends_after_their_answers(server):
+    answer = server.ask(1000 * NEXT)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert 9 <= answer.count(b"HTTP/1.1 ") <= 32
+    assert answer.count(b"HTTP/1.1 200") == answer.count(b"HTTP/1.1 ")
+    assert server.ask(HEAD + CLOSE).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("broken", [b"BREW / HTTP/1.1\r\n\r\n", HEAD + 200 * b"x: 1\r\n", HEAD + NEXT])
+def test_an_error_is_not_told_in_place_of_an_answer_that_is_due(server, broken):
+    answer = server.ask(3 * NEXT + broken)
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == 3 * [b"200"]
+
+
+@pytest.mark.parametrize("trailers", [*TOO_LONG.values(), ENDLESS], ids=[*TOO_LONG, "endless"])
+@pytest.mark.parametrize("head", [CHUNKED, CHUNKED.replace(b"/healthz", b"/api/v1/projects/p/runs")])
+def test_trailers_count_as_the_head_does(server, head, trailers):
+    with server.connect() as client:
+        answer = sent_until_closed(client, head + b"1\r\nx\r\n0\r\n" + trailers)  # Nobody ends it from here.
+        assert status_of(answer) in (431, 405, 415, None)  # A reset may overtake it.
+        assert answer.count(b"HTTP/1.1 ") <= 1
+
+
+def test_trailers_are_no_headers(server):
+    """A proxy that checks or overwrites headers leaves trailers as they came."""
+    head = CHUNKED.replace(b"/healthz", b"/api/v1/projects/p/runs")
+    answer = server.ask(head + b"2\r\n{}\r\n0\r\nContent-Type: text/plain\r\n\r\n" + HEAD + CLOSE)
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"400", b"200"]  # As JSON, not 415.
+
+
+@pytest.mark.parametrize(
+    "hosts", [b"", b"Host: 127.0.0.1\r\nHost: 127.0.0.1\r\n", b"Host: 127.0.0.1\r\nhost: a\r\n"]
+)
+def test_a_request_names_one_host(server, hosts):
+    answer = server.ask(b"GET /healthz HTTP/1.1\r\n" + hosts + b"\r\n")
+    assert status_of(answer) == 400
+    assert error_of(answer)["field"] == "Host"
+
+
+def test_an_upgrade_is_not_taken_and_what_follows_it_is_not_read(tmp_path):
+    """What comes behind may be in the other protocol, or the body of the request."""
+    asked = HEAD + b"Connection: Upgrade\r\nUpgrade: websocket\r\nContent-Length: 3\r\n\r\n"
+    with listening(tmp_path, limits={"idle_seconds": 3600.0}) as server:
+        answer = server.ask(asked + b"abc" + NEXT)
+    assert answer.count(b"HTTP/1.1 200") == answer.count(b"HTTP/1.1 ") == 1
+    assert b"connection: close" in answer

@@ -1,25 +1,24 @@
-"""Bad input: every route answers in the one shape, names the field, and nothing of it is stored."""
+"""Every route is described; bad input is answered in one shape, names the field, and nothing of it is stored."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from collage_server.api import bodies
 from collage_server.app import create_app
-from collage_server.settings import Settings
 from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
-from tests.server.guarded import OWN
+from tests.server.fuzz import fuzz, raw, target
+from tests.server.guarded import guarded_server
 from tests.server.samples import STATISTICS, block, report
 
 JSON = {"Content-Type": wire.JSON}
 OPEN = {"/healthz", "/readyz", "/docs"}
-BRINGS_ITS_OWN_TOKEN = {"/api/v1/back-channel-log-out"}
 ALWAYS_ANSWERED = (
     *("catalogue", "/metrics", "/v1/runs", "/v1/run-table", "/v1/run-filters", "/v1/tokens"),
     *("/v1/audit", "/v1/events", "/v1/silences", "/v1/sign-in", "/v1/views"),
@@ -60,26 +59,51 @@ def test_every_route_answers_errors_in_one_shape(server):
     assert seen >= 15
 
 
-def test_every_route_of_the_application_is_described(server):
+def references(node):
+    """Every $ref below a node."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node if isinstance(node, list) else ()):
+        if key == "$ref":
+            yield value
+        yield from references(value)
+
+
+def test_every_route_is_described_and_its_page_loads_nothing(server):
+    described = server.client.get("/openapi.json").json()
     routed = {r.path_format for r in server.app.routes if isinstance(r, APIRoute) and r.include_in_schema}
-    assert routed == set(server.app.openapi()["paths"])
+    assert routed == set(described["paths"])
+    page = server.client.get("/docs").text
+    assert [path for path in described["paths"] if path not in page] == []
+    assert re.findall(r"""(?:src|href)=["']([^"']+)""", page) == ["/openapi.json"]
+    assert "<script" not in page
+    for reference in set(references(described)):
+        node = described
+        for part in reference.removeprefix("#/").split("/"):
+            node = node[part]
+        assert node
+    answers = described["paths"]["/api/v1/projects/{project}/runs"]["post"]["responses"]
+    for status in ("200", "201"):
+        assert answers[status]["content"][wire.JSON]["schema"] == {"$ref": "#/components/schemas/Run"}
 
 
-@pytest.mark.slow
-def test_without_a_token_every_route_but_the_open_ones_is_401(tmp_path):
-    app = create_app(Settings(folder=tmp_path, token=OWN))
-    with TestClient(app) as client:
-        for method, path in routes(app):
-            response = client.request(method, path)
-            if path in OPEN or (method, path) == ("GET", "/api/v1/sign-in"):
-                assert response.status_code == 200, path
-                continue
-            if path in BRINGS_ITS_OWN_TOKEN:
-                assert response.status_code == 404, path
-                continue
-            assert response.status_code == 401, (method, path)
-            assert shape(response)["code"] == "unauthorised"
-            assert response.headers["www-authenticate"] == "Bearer"
+def test_pages_for_people_load_nothing_and_a_slash_is_no_redirect(tmp_path):
+    with guarded_server(tmp_path) as server:
+        for path in ("/docs", "/", "/runs/a-run"):
+            answer = server.client.get(path)
+            assert (answer.status_code, answer.headers["content-type"][:9]) == (200, "text/html")
+            assert "default-src 'none'" in answer.headers["content-security-policy"]
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert path == "/docs" or "collage-monitor serve dashboard --server-url" in answer.text
+        answer = server.client.get("/docs/", follow_redirects=False)
+        assert (answer.status_code, answer.headers["content-type"]) == (401, wire.JSON)
+        answer = server.ask("GET", "/docs/")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+
+
+def test_the_addresses_of_pages_lead_to_the_dashboard_that_the_settings_name(tmp_path):
+    with guarded_server(tmp_path, dashboard_url="https://box.lan:7421/") as server:
+        for path, page in (("/", ""), ("/runs/a%20run%3Fx", "run/a%20run%3Fx")):
+            answer = server.client.get(path, follow_redirects=False)
+            assert (answer.status_code, answer.headers["location"]) == (307, f"https://box.lan:7421/{page}")
 
 
 def test_an_unknown_path_is_404_in_the_shape_never_html(server):
@@ -204,19 +228,9 @@ def test_a_config_that_json_cannot_hold_or_beyond_its_limit_is_named(filled):
         assert (error.field, error.limit) == ("config", limit)
 
 
-def test_other_content_types_and_encodings_are_415(filled):
-    for headers in ({"Content-Type": "text/plain"}, {"Content-Encoding": "br"}):
-        assert filled.post("/projects/p/runs", b"{}", status=415, headers=headers).code == "unsupported_media_type"
-
-
-def test_a_body_beyond_its_limit_is_413_whether_or_not_it_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(bodies, "_JSON_BYTES", 1000)
-    app = create_app(Settings(folder=tmp_path, no_auth=True))
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        for content in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):
-            response = client.post("/api/v1/streams/s0/reports", content=content, headers=JSON)
-            assert response.status_code == 413
-            assert shape(response)["limit"] == 1000
+def test_other_content_types_are_415(filled):
+    error = filled.post("/projects/p/runs", b"{}", status=415, headers={"Content-Type": "text/plain"})
+    assert error.code == "unsupported_media_type"
 
 
 def too_many_scalars():
@@ -334,3 +348,19 @@ def test_an_id_that_another_project_has_is_a_conflict_that_says_what_can_be_done
     error = server.post("/projects/q/runs", wire.RunCreate(run_id="r1"), status=409)
     assert error.field == "run_id"
     assert error.message.endswith("choose another run_id")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [150, pytest.param(4500, marks=pytest.mark.nightly)])
+def test_no_answer_to_a_short_fuzz_is_a_failure(tmp_path, cases):
+    statuses, _ = fuzz(tmp_path, cases=cases, seed=7)
+    assert sum(statuses.values()) == cases
+    assert {200, 400, 404, 415, 422} <= set(statuses)
+
+
+@pytest.mark.slow
+def test_a_failure_is_found(tmp_path, monkeypatch):
+    with target(tmp_path) as reached:
+        monkeypatch.setattr(reached.app.state.collage.memory.bodies, "receive", lambda _: 1 / 0)
+        with pytest.raises(AssertionError, match="answered 500"):
+            raw(reached, 20, 1)

@@ -20,13 +20,14 @@ from collage_server.memory_budget import (
     released_afterwards,
     reserve,
 )
-from collage_server.settings import FixedLimits, Settings, SettingsError
+from collage_server.settings import FixedLimits, Settings
 from collage_server.store import NewEvent
 from collage_server.store.runs import incidents
 from collage_server.summariser import _warn_of_a_cut, evaluate, evaluate_what_fits
 
 from collage_monitor import wire
 from tests.server.conftest import NOW, Clock, running
+from tests.server.migrated import put_migrated
 from tests.server.samples import report
 from tests.waiting import until
 
@@ -34,7 +35,10 @@ MIB = 2**20
 
 
 @pytest.fixture
-def budget():
+def budget(monkeypatch):
+    """Nobody is patient."""
+    for name in ("answers", "evaluations", "sealing"):
+        monkeypatch.setitem(memory_budget._PATIENCE_SECONDS, name, 0.0)
     return MemoryBudget(512 * MIB, 128 * MIB)
 
 
@@ -70,8 +74,7 @@ def test_what_could_never_fit_is_refused_at_once_and_says_the_limit(budget):
     assert (refused.value.status, refused.value.limit) == (422, 128 * MIB)
 
 
-def test_what_does_not_fit_beside_others_waits_for_them_and_then_for_another_time(budget, monkeypatch):
-    monkeypatch.setattr("collage_server.memory_budget._PATIENCE_SECONDS", {"answers": 0.05, "evaluations": 30.0})
+def test_what_does_not_fit_beside_others_waits_for_them_and_then_for_another_time(budget):
     began = threading.Event()
     found = []
 
@@ -96,12 +99,11 @@ def test_what_does_not_fit_beside_others_waits_for_them_and_then_for_another_tim
     assert (refused.value.status, refused.value.retry_after_seconds) == (503, 2)
 
 
-def test_where_the_process_has_grown_to_its_limit_all_but_one_wait(monkeypatch):
+def test_where_the_process_has_grown_to_its_limit_all_but_one_wait(budget, monkeypatch):
     """Four exports of 20,000 layers took 712 MiB of 512: the heap kept what was no longer used."""
     grown, trimmed = [100 * MIB], []
     monkeypatch.setattr(memory_budget, "private_bytes", lambda: grown[0])
     monkeypatch.setattr(memory_budget, "trim_heap", lambda: trimmed.append(True))
-    monkeypatch.setitem(memory_budget._PATIENCE_SECONDS, "answers", 0.05)
     budget = MemoryBudget(512 * MIB, 128 * MIB)
     grown[0] = 500 * MIB
     with budget.lease("answers") as one, budget.lease("answers") as other:
@@ -124,8 +126,7 @@ def test_memory_that_was_there_before_the_server_is_not_its_own(monkeypatch):
         other.hold(20 * MIB)
 
 
-def test_what_is_reserved_waits_for_nobody(budget, monkeypatch):
-    monkeypatch.setattr("collage_server.memory_budget._PATIENCE_SECONDS", {"answers": 0.0, "evaluations": 0.0})
+def test_what_is_reserved_waits_for_nobody(budget):
     with budget.lease("answers") as stream:
         hold(10 * MIB)
         reserve(60 * MIB)
@@ -144,8 +145,7 @@ def test_what_is_reserved_waits_for_nobody(budget, monkeypatch):
     assert not +budget.held
 
 
-def test_of_two_streams_that_take_much_the_second_waits_and_questions_do_not(budget, monkeypatch):
-    monkeypatch.setattr("collage_server.memory_budget._PATIENCE_SECONDS", {"answers": 0.0})
+def test_of_two_streams_that_take_much_the_second_waits_and_questions_do_not(budget):
     with budget.lease("answers") as stream:
         reserve(100 * MIB)
         assert budget.held["answers"] == 64 * MIB, "half of the share"
@@ -158,9 +158,8 @@ def test_of_two_streams_that_take_much_the_second_waits_and_questions_do_not(bud
     assert not +budget.held
 
 
-def test_what_a_stream_needs_beyond_its_reserved_half_no_other_stream_may_reserve(budget, monkeypatch):
+def test_what_a_stream_needs_beyond_its_reserved_half_no_other_stream_may_reserve(budget):
     """A large export waited for small ones until its patience ended, and broke off in the middle of its file."""
-    monkeypatch.setattr("collage_server.memory_budget._PATIENCE_SECONDS", {"answers": 0.0})
     with budget.lease("answers") as large:
         reserve(100 * MIB)
         for _ in range(2):
@@ -174,9 +173,8 @@ def test_what_a_stream_needs_beyond_its_reserved_half_no_other_stream_may_reserv
     assert not +budget.held
 
 
-def test_a_stream_is_patient_only_from_its_reservation_on(budget, monkeypatch):
+def test_a_stream_is_patient_only_from_its_reservation_on(budget):
     """Exports that found out at once what there is held a part each, and waited for each other, half a minute."""
-    monkeypatch.setattr("collage_server.memory_budget._PATIENCE_SECONDS", {"answers": 0.0})
     with budget.lease("answers") as one, budget.lease("answers") as other:
         begin_stream()
         other.hold(60 * MIB)
@@ -195,8 +193,7 @@ def test_a_stream_is_patient_only_from_its_reservation_on(budget, monkeypatch):
     assert not +budget.held
 
 
-def test_sealing_goes_on_whatever_it_needs(budget, monkeypatch):
-    monkeypatch.setattr("collage_server.memory_budget._PATIENCE_SECONDS", {"answers": 0.0, "sealing": 0.0})
+def test_sealing_goes_on_whatever_it_needs(budget):
     with budget.lease("answers"):
         hold(128 * MIB)
         with budget.lease("sealing") as lease:
@@ -205,62 +202,50 @@ def test_sealing_goes_on_whatever_it_needs(budget, monkeypatch):
             assert lease.held == 128 * MIB
 
 
-@pytest.mark.parametrize(("stated", "limit"), [("512M", 512 * MIB), ("1G", 2**30), (str(300 * MIB), 300 * MIB)])
-def test_the_setting_is_a_size(tmp_path, stated, limit):
-    app = create_app(Settings(folder=tmp_path, no_auth=True, memory=stated))
-    assert app.state.collage.memory.limit_bytes == limit
-
-
-@pytest.mark.parametrize("stated", ["255M", "1", "512MB", "half", "-1M", ""])
-def test_what_is_no_size_or_too_little_is_refused(tmp_path, stated):
-    with pytest.raises(SettingsError, match="COLLAGE_SERVER_MEMORY"):
-        Settings(folder=tmp_path, no_auth=True, memory=stated)
-
-
-def test_by_default_it_is_half_of_what_there_is_within_bounds(tmp_path):
-    limit = create_app(Settings(folder=tmp_path, no_auth=True)).state.collage.memory.limit_bytes
+def test_the_setting_is_a_size_and_by_default_half_of_what_there_is_within_bounds(tmp_path):
     there = available_memory()
     assert there is not None
-    assert limit == min(max(there // 2, 512 * MIB), 4096 * MIB)
+    half = min(max(there // 2, 512 * MIB), 4096 * MIB)
+    sizes = {"512M": 512 * MIB, "1G": 2**30, str(300 * MIB): 300 * MIB, None: half}
+    for stated, limit in sizes.items():
+        app = create_app(Settings(folder=tmp_path, no_auth=True, **({"memory": stated} if stated else {})))
+        assert app.state.collage.memory.limit_bytes == limit, stated
 
 
 @pytest.fixture
 def small(tmp_path):
-    """A server with the least memory."""
-    with running(
-        Settings(folder=tmp_path, no_auth=True, memory="256M"),
-        limits=FixedLimits(seal_interval_seconds=1e6),
-        clock=Clock(),
-    ) as server:
+    """A server with the least memory, and a run."""
+    put_migrated(tmp_path)
+    least = Settings(folder=tmp_path, no_auth=True, memory="256M")
+    with running(least, Clock(), limits=FixedLimits(seal_interval_seconds=1e6)) as server:
+        server.run()
+        server.attempt()
         yield server
 
 
-def declared(layers, statistics):
+def declare(server, layers, *statistics, status=200):
     named = [wire.Layer(name=f"l{i}", shape=[1], dtype="bfloat16", elements=1) for i in range(layers)]
-    return wire.StreamCreate(
-        stream_id="s0", launch_id="launch-1", rank=0, world_size=1, layers=named, statistics=statistics
-    )
+    create = wire.StreamCreate(stream_id="s0", launch_id="launch-1", layers=named, statistics=list(statistics))
+    return server.post("/runs/r1/streams", create, wire.Stream, status)
 
 
+@pytest.mark.slow
 def test_layers_times_statistics_beyond_the_budget_are_refused_where_they_are_declared(small):
-    most = small.app.state.collage.store.streams.most_numbers
+    most = small.store.streams.most_numbers
     states = [f"state_decrement_observed_sum/s{i}" for i in range(most // 1000)]
-    small.run()
-    small.attempt()
-    small.post("/runs/r1/streams", declared(1000, states), wire.Stream)
-    error = small.post("/runs/r1/streams", declared(1001, [*states, "elements"]), status=422)
+    declare(small, 1000, *states)
+    error = declare(small, 1001, *states, "elements", status=422)
     assert (error.field, error.limit) == ("layers", most)
     assert "--memory" in error.message
 
 
+@pytest.mark.slow
 def test_a_heatmap_that_could_never_fit_is_told_so_and_a_smaller_one_is_answered(small):
-    small.run()
-    small.attempt()
-    small.post("/runs/r1/streams", declared(3000, ["measured_steps", "intended_squared_sum"]), wire.Stream)
+    declare(small, 3000, "measured_steps", "intended_squared_sum")
     error = small.get("/runs/r1/heatmap?metric=intended_norm&points=1000", status=422)
     assert error.code == "needs_too_much"
     assert small.get("/runs/r1/heatmap?metric=intended_norm&points=20", wire.Heatmap).values is not None
-    assert small.app.state.collage.memory.held["answers"] == 0
+    assert small.state.memory.held["answers"] == 0
 
 
 def test_memory_is_shown_by_owner(server):
@@ -270,16 +255,15 @@ def test_memory_is_shown_by_owner(server):
     assert owners == {"process", "bodies", "caches", "answers", "evaluations", "sealing"}
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_does_not_fit_is_cut_to_the_newest_part_and_says_so(server, caplog):
     """4,000 reports take 24 MiB; there are 9."""
     _warn_of_a_cut.cache_clear()
-    app_state = server.app.state.collage
-    for thread in (app_state.sealer, app_state.summariser):
-        thread.stop(10.0)
-    server.filled(steps=range(0))
+    server.stop_threads()
+    server.filled(steps=())
     for first in range(0, 4000, 2000):
         server.reports([report(seq, seq + 1) for seq in range(first, first + 2000)])
-    store, memory_budget = app_state.store, app_state.memory
+    store, memory_budget = server.store, server.state.memory
     with store.points.snapshot() as snapshot:
         whole = evaluate(snapshot, snapshot.records(["r1"])["r1"])
     memory_budget.working_bytes = 12 * MIB
@@ -290,7 +274,7 @@ def test_an_evaluation_that_does_not_fit_is_cut_to_the_newest_part_and_says_so(s
     assert whole.last_step == found.last_step == 4000
     assert memory_budget.held["evaluations"] == 0
     caplog.set_level(logging.WARNING, "collage_server.summariser")
-    app_state.summariser.start()
+    server.state.summariser.start()
     until(lambda: "does not fit into --memory" in caplog.text, "a line that says so")
     until(lambda: 'evaluations_cut_total{evaluation="overview"} 1' in server.get("/metrics"), "the counter")
     server.reports([report(4000, 4001)])
@@ -298,12 +282,12 @@ def test_an_evaluation_that_does_not_fit_is_cut_to_the_newest_part_and_says_so(s
     assert caplog.text.count("does not fit into --memory") == 1, "once an hour a run"
 
 
+@pytest.mark.slow
 def test_events_that_could_never_fit_at_once_are_refused_and_exported_some_at_a_time(small):
     """A list of 10,000 notes as long as they may be took 400 MiB, and an export all of a run's: it was nobody's."""
-    small.run()
     note = "\N{CHART WITH DOWNWARDS TREND}" * 2000
     some = [NewEvent(origin=f"note/{number}", kind="note", text=note) for number in range(1500)]
-    small.app.state.collage.store.events.add("r1", some, NOW)
+    small.store.events.add("r1", some, NOW)
     assert small.get("/runs/r1/events?limit=10000", status=422).code == "needs_too_much"
     assert len(small.get("/runs/r1/events?limit=100", wire.EventPage).events) == 100
     lines = small.client.get("/api/v1/runs/r1/export").text.splitlines()
@@ -311,16 +295,17 @@ def test_events_that_could_never_fit_at_once_are_refused_and_exported_some_at_a_
     assert lines[-1] == '{"kind":"end","steps":0}'
 
 
+@pytest.mark.slow
 def test_an_export_that_does_not_fit_is_refused_before_it_begins(small, monkeypatch):
     """It broke off in the middle, which a reader takes for a server that died."""
     monkeypatch.setattr("collage_server.memory_budget._PATIENCE_OF_STREAMS", 0.05)
     names = [f"state_decrement_observed_sum/s{i}" for i in range(19)]
-    small.run()
-    small.attempt()
-    small.post("/runs/r1/streams", declared(1000, ["measured_steps", *names]), wire.Stream)
-    table = np.ones((20, 1000))
-    small.reports([full_report(seq, table) for seq in range(20)], "s0")
-    memory_budget = small.app.state.collage.memory
+    declare(small, 1000, "measured_steps", *names)
+    table = {"statistics": np.ones((20, 1000)), "model": np.full(20, 1000.0)}
+    totals = {name: wire.array_to_bytes(values) for name, values in table.items()}
+    counts = {"statistic_count": 20, "layer_count": 1000}
+    small.reports([wire.Report(seq=seq, step=seq + 1, time=NOW, **counts, **totals) for seq in range(20)])
+    memory_budget = small.state.memory
     with memory_budget.lease("evaluations"):
         hold(48 * MIB)
         with memory_budget.lease("sealing"):
@@ -331,30 +316,12 @@ def test_an_export_that_does_not_fit_is_refused_before_it_begins(small, monkeypa
     until(lambda: not +memory_budget.held)  # An evaluation may be at work beside.
 
 
-def full_report(seq, table):
-    return wire.Report(
-        seq=seq,
-        step=seq + 1,
-        time=NOW + seq,
-        scalars={},
-        statistic_count=len(table),
-        layer_count=table.shape[1],
-        statistics=wire.array_to_bytes(table),
-        model=wire.array_to_bytes(table.sum(axis=1)),
-    )
-
-
-def alerted(server, **labels):
-    alert = wire.AlertmanagerAlert(status="firing", labels={"alertname": "Own", "run_id": "r1", **labels})
-    message = wire.encode_json(wire.AlertmanagerMessage(alerts=[alert]))
-    return server.client.post("/api/v1/alerts/alertmanager", content=message, headers={"Content-Type": wire.JSON})
-
-
 def test_an_incident_holds_few_labels_and_short_ones(server):
     """One alert could bring 16 MiB of them, and a list has a thousand incidents."""
     server.run()
-    assert alerted(server, **{f"label {number}": "" for number in range(63)}).status_code == 422
-    assert alerted(server, instance="x" * 4000).status_code == 200
+    for labels, status in (({f"label {number}": "" for number in range(63)}, 422), ({"instance": "x" * 4000}, 200)):
+        alert = wire.AlertmanagerAlert(status="firing", labels={"alertname": "Own", "run_id": "r1", **labels})
+        server.post("/alerts/alertmanager", wire.AlertmanagerMessage(alerts=[alert]), status=status)
     (found,) = server.get("/events", wire.IncidentPage).events
     assert found.labels == {"alertname": "Own", "run_id": "r1", "instance": "x" * 512}
 

@@ -3,6 +3,8 @@
 import json
 import stat
 import webbrowser
+from functools import partial
+from pathlib import Path
 
 import httpx
 import pytest
@@ -42,9 +44,8 @@ def call(server, monkeypatch, asked):
     monkeypatch.setattr("collage_monitor.command.login.Client", client)
 
     def invoke(*words, status=0, stdin=None):
-        result = CliRunner().invoke(
-            root, list(words), input=stdin, env={"COLLAGE_SERVER_URL": "http://127.0.0.1", "COLUMNS": "200"}
-        )
+        environment = {"COLLAGE_SERVER_URL": "http://127.0.0.1", "COLUMNS": "200"}
+        result = CliRunner().invoke(root, list(words), input=stdin, env=environment)
         assert result.exit_code == status, result.output
         return result
 
@@ -53,7 +54,7 @@ def call(server, monkeypatch, asked):
 
 def judged(server):
     """Of now: what is kept of a run may be older than its reports until the server's own thread comes."""
-    evaluate_due(server.app.state.collage.store)
+    evaluate_due(server.store)
     return server.get("/runs/01AB-one/overview", wire.Overview)
 
 
@@ -91,17 +92,14 @@ def test_names_are_cut_in_the_middle_and_many_runs_fit_a_screen(call, server):
     assert "14 more; --limit shows more of them" in lines
 
 
-@pytest.mark.parametrize(
-    ("filters", "found"),
-    [
+def test_list_takes_filters(call):
+    for filters, found in (
         (["--project", "q"], ["01AB-two"]),
         (["--tag", "sweep"], ["01AB-two"]),
         (["--strategy", "plain", "--project", "q"], ["01AB-two"]),
         (["--limit", "1"], ["01CE-four"]),
-    ],
-)
-def test_list_takes_filters(call, filters, found):
-    assert rows_of(call("list", *filters)) == found
+    ):
+        assert rows_of(call("list", *filters)) == found, filters
 
 
 def test_list_filters_by_health_and_says_when_nothing_is_left(call, server):
@@ -114,10 +112,11 @@ def test_list_filters_by_health_and_says_when_nothing_is_left(call, server):
     assert call("list", "--health", "average is off").stdout == "no run has health average is off\n"
 
 
-@pytest.mark.parametrize("word", ["01AB-one", "01AB-o", "plain bf16"])
-def test_show_takes_an_id_its_beginning_or_a_name_and_begins_with_the_judgement(call, server, word):
+def test_show_takes_an_id_its_beginning_or_a_name_and_begins_with_the_judgement(call, server):
     said = judged(server)
-    lines = call("show", word).stdout.splitlines()
+    shown, *others = (call("show", word).stdout for word in ("01AB-one", "01AB-o", "plain bf16"))
+    assert others == [shown] * 2
+    lines = shown.splitlines()
     assert lines[0] == f"plain bf16: {said.health}"
     assert lines[1].strip() == said.headline
     assert len(lines) <= 25
@@ -127,15 +126,14 @@ def test_show_takes_an_id_its_beginning_or_a_name_and_begins_with_the_judgement(
     assert "loss 3.500 at step 50" in lines
     place = next(place for place, line in enumerate(lines) if line.startswith("worst layers"))
     assert [line.split()[0] for line in lines[place + 1 :]] == [one.layer for one in said.worst]
-    everything = call("show", word, "--all").stdout
+    everything = call("show", "01AB-one", "--all").stdout
     assert said.text in everything
     assert all(f"  {key} " in everything for key in said.numbers if is_metric(key))
 
 
 def test_colours_are_a_terminals_and_no_color_leaves_them_out(call, monkeypatch):
     assert "\x1b" not in call("show", "plain bf16").output, "no terminal"
-    told = coloured("healthy", "healthy")
-    assert told.startswith("\x1b[32m")
+    assert coloured("healthy", "healthy").startswith("\x1b[32m")
     assert coloured("bad", "losing updates").startswith("\x1b[31m")
     monkeypatch.setenv("NO_COLOR", "1")
     assert coloured("healthy", "healthy") == "healthy"
@@ -152,21 +150,17 @@ def test_show_as_json_has_the_judgement_and_the_findings_by_key(call, server):
     assert shown["model"]["edq_ratio"] is not None
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("01AB", "may be one of 2 runs; name its id"),
-        ("twice", "may be one of 2 runs; name its id"),
-        ("plain bf61", "did you mean 'plain bf16'?"),
-        ("nothing like it", "`collage-monitor list` names all"),
-    ],
-)
-def test_a_word_that_means_no_run_or_several_is_answered_with_what_comes_near(call, word, said):
-    result = call("show", word, status=1)
-    assert said in result.stderr
-    assert "collage-monitor: " in result.stderr
-    if "one of 2" in said:
-        assert len([line for line in result.stderr.splitlines() if line.strip().startswith("01")]) == 2
+def test_a_word_that_means_no_run_or_several_is_answered_with_what_comes_near(call):
+    for word, said, near in (
+        ("01AB", "may be one of 2 runs; name its id", 2),
+        ("twice", "may be one of 2 runs; name its id", 2),
+        ("plain bf61", "did you mean 'plain bf16'?", 0),
+        ("nothing like it", "`collage-monitor list` names all", 0),
+    ):
+        told = call("show", word, status=1).stderr
+        assert said in told
+        assert "collage-monitor: " in told
+        assert len([line for line in told.splitlines() if line.strip().startswith("01")]) == near
 
 
 STEERING = "\x1b]0;a title\x07"
@@ -223,12 +217,7 @@ def test_nothing_is_deleted_without_a_yes(call, server):
 
 def test_open_opens_the_dashboard_s_page(call, monkeypatch):
     opened = []
-
-    def open_page(page):
-        opened.append(page)
-        return True
-
-    monkeypatch.setattr(webbrowser, "open", open_page)
+    monkeypatch.setattr(webbrowser, "open", lambda page: opened.append(page) is None)
     there = ["--dashboard-url", "http://dash/"]
     assert call("open", *there).stdout == "http://dash\n"
     call("open", "plus", *there)
@@ -246,50 +235,40 @@ def test_login_keeps_address_and_token_for_this_user_alone(call):
     assert kept is not None
     assert (kept.server_url, kept.token, kept.dashboard_url) == ("http://127.0.0.1", "secret-token", "http://dash")
     (path,) = [line.split(" is kept in ")[1].split(",")[0] for line in result.stderr.splitlines() if "kept" in line]
-    with open(path) as file:
-        assert stat.S_IMODE(__import__("os").fstat(file.fileno()).st_mode) == 0o600
+    assert stat.S_IMODE(Path(path).stat().st_mode) == 0o600
     assert server_address() == "http://127.0.0.1"
     assert find_token("http://127.0.0.1") == "secret-token"
     assert find_token("http://elsewhere") is None
     assert call("open", "--print").stdout == "http://dash\n"
-    assert json.loads(call("login", "--json").stdout) == {
-        "server_url": "http://127.0.0.1",
-        "dashboard_url": "http://dash",
-    }
+    kept_addresses = {"server_url": "http://127.0.0.1", "dashboard_url": "http://dash"}
+    assert json.loads(call("login", "--json").stdout) == kept_addresses
     assert call("login", "--forget").stdout == "logged out\n"
     assert read_login() is None
     assert "not logged in" in call("login").stdout
 
 
-@pytest.mark.parametrize("address", ["server", "ftp://x", "http://user:pw@host", "http://"])
-def test_login_refuses_what_is_no_address(call, address):
-    assert "is no address of a server" in call("login", address, "--token", "t", status=2).stderr
-    assert read_login() is None
+def test_login_refuses_what_is_no_address(call):
+    for address in ("server", "ftp://x", "http://user:pw@host", "http://"):
+        assert "is no address of a server" in call("login", address, "--token", "t", status=2).stderr
+        assert read_login() is None
 
 
 def test_a_token_that_the_server_does_not_know_is_not_kept(monkeypatch):
-    def refuse(request):
-        return httpx.Response(401, json={"error": {"code": "unauthorised", "message": "no"}})
-
-    monkeypatch.setattr(
-        "collage_monitor.command.login.Client",
-        lambda url, token: Client(url, token, transport=httpx.MockTransport(refuse)),
-    )
+    refused = httpx.Response(401, json={"error": {"code": "unauthorised", "message": "no"}})
+    refusing = partial(Client, transport=httpx.MockTransport(lambda _: refused))
+    monkeypatch.setattr("collage_monitor.command.login.Client", refusing)
     result = CliRunner().invoke(root, ["login", "http://server", "--token", "wrong"])
     assert result.exit_code == 1
     assert "does not know this token" in result.stderr
     assert read_login() is None
 
 
-@pytest.mark.parametrize(
-    "words", [("edit", "01AB-one", "--tag", "kept"), ("delete", "01AB-one", "--yes"), ("show", "01AB-one")]
-)
-def test_the_run_that_is_meant_is_read_once(call, asked, words):
+def test_the_run_that_is_meant_is_read_once(call, asked):
     """Each verb read it again to know more than its id, `show` twice."""
-    call(*words)
-    assert asked.count("GET /api/v1/runs/01AB-one") == 1
-
-
-def test_a_run_that_is_found_by_its_name_is_not_read_again(call, asked):
+    for words in (("edit", "01AB-one", "--tag", "kept"), ("show", "01AB-one"), ("delete", "01AB-one", "--yes")):
+        asked.clear()
+        call(*words)
+        assert asked.count("GET /api/v1/runs/01AB-one") == 1, words
+    asked.clear()
     call("edit", "plus", "--tag", "kept")
     assert [one for one in asked if one.startswith("GET")] == ["GET /api/v1/runs/plus", "GET /api/v1/runs"]
