@@ -125,11 +125,11 @@ def launch(store, run, attempt, first_step, rank=0):
     stream = store.streams.stream_record(stream_id)
     steps = range(first_step, run.steps + 1)
     store.journal.append(
-        [ReportGroup(stream, [_report(run, i, step, attempt + 10 * rank) for i, step in enumerate(steps)])], NOW
+        [ReportGroup(stream, [report_of(run, i, step, attempt + 10 * rank) for i, step in enumerate(steps)])], NOW
     )
 
 
-def _report(run, seq, step, attempt):
+def report_of(run, seq, step, attempt):
     values = numbers(run, step, attempt)
     at = dict(zip(run.keys, values, strict=True))
     # Shards merge by the sum, but for what is no amount of the step.

@@ -52,21 +52,28 @@ def sealed(tmp_path_factory):
     """(a server whose run is sealed, every answer from before that)."""
     folder = tmp_path_factory.mktemp("sealed")
     put_migrated(folder)
-    with running(
-        Settings(folder=folder, no_auth=True), Clock(), limits=FixedLimits(seal_interval_seconds=1e6)
-    ) as server:
+    limits = FixedLimits(seal_interval_seconds=1e6)
+    with running(Settings(folder=folder, no_auth=True), Clock(), limits=limits) as server:
         fill(server)
         before = every_answer(server)
         server.seal()
         yield server, before
 
 
-def test_no_axis_depends_on_sealing(sealed):
+def test_no_axis_and_no_rank_depends_on_sealing(sealed):
     server, before = sealed
     after = every_answer(server)
     for place, series in after.items():
         assert_same(series, before[place])
-        assert_bounded(series)
+        for low, value, high in zip(series.minimum, series.values, series.maximum, strict=True):
+            assert low - 1e-12 <= value <= high + 1e-12
+    by_step, by_tokens, by_time = (after[axis, 1000, "edq_ratio"] for axis in AXES)
+    assert by_step.positions == list(STEPS)
+    assert by_tokens.positions == [None] * 9 + [64.0 * (step // 10 * 10) for step in STEPS[9:]]
+    assert by_time.positions == [step - 1.0 for step in STEPS]
+    assert set(by_time.ranks) == {2}
+    assert after["a rank"].values != server.series("grad_norm", rank=0).values
+    assert server.get("/runs/r1/series?metric=grad_norm&rank=7", status=404).field == "rank"
 
 
 def assert_same(after, before):
@@ -76,11 +83,6 @@ def assert_same(after, before):
         found, wanted = getattr(after, name), getattr(before, name)
         assert (found is None) == (wanted is None), name
         assert found is None or found == pytest.approx(wanted, rel=1e-12), name
-
-
-def assert_bounded(series):
-    for low, value, high in zip(series.minimum, series.values, series.maximum, strict=True):
-        assert low - 1e-12 <= value <= high + 1e-12
 
 
 def test_coarse_points_keep_the_extremes_of_single_steps(sealed):
@@ -114,7 +116,7 @@ def test_extremes_are_those_of_single_steps_or_unknown(server):
     for question, values in zip(asked, single, strict=True):
         for low, high, lowest, highest in extremes(server.series(**question, points=7), values):
             assert (low, high) == (lowest, highest), question
-    server.app.state.collage.store.retention.expire("r1", {1: server.clock() + 1e9})
+    server.store.retention.expire("r1", {1: server.clock() + 1e9})
     for question, values in zip(asked, single, strict=True):
         kept = len(question) == 1 or (question["metric"] != "edq_cosine" and "layer" in question)
         for low, high, lowest, highest in [*extremes(server.series(**question, points=7), values)][:2]:
@@ -132,20 +134,3 @@ def test_the_only_layer_is_the_model_at_every_level(server):
         assert None not in model.low
         for name in ("steps", "values", "minimum", "maximum", "low", "high"):
             assert getattr(only, name) == pytest.approx(getattr(model, name), rel=1e-12), name
-
-
-def test_places_on_the_axes_after_sealing(sealed):
-    server, _ = sealed
-    by_step, by_tokens, by_time = (server.series("edq_ratio", axis=axis) for axis in ("step", "tokens", "time"))
-    assert by_step.positions == list(STEPS)
-    assert by_tokens.positions == [None] * 9 + [64.0 * (step // 10 * 10) for step in STEPS[9:]]
-    assert by_time.positions == [step - 1.0 for step in STEPS]
-    assert set(by_time.ranks) == {2}
-
-
-def test_a_single_rank_after_sealing(sealed):
-    server, before = sealed
-    after = server.series("grad_norm", rank=1)
-    assert_same(after, before["a rank"])
-    assert after.values != server.series("grad_norm", rank=0).values
-    assert server.get("/runs/r1/series?metric=grad_norm&rank=7", status=404).field == "rank"

@@ -139,6 +139,7 @@ class Archive:
         return list(self.due)
 
     finished = runs = retention
+    may_seal = True
     verification = SimpleNamespace(suspects=list, due=lambda *_: [], problems=dict)
 
     def projects(self):

@@ -32,23 +32,22 @@ _VOLATILE = re.compile("collage_server_(memory_|sealer_round|oldest_unsealed|jou
 EXPECTED = Path(__file__).with_name("exposition.txt")
 
 
-def kept_points(now, run_ids):
-    """The newest steps as they are written, of the runs that have one."""
-    return {run_id: row.point for run_id, row in now.kept_points(run_ids).items()}
-
-
-def kept_points_of(store):
-    with store.points.snapshot() as now:
-        return now.kept_points(["r1"])
+def kept_rows(server, *run_ids):
+    """What is written of the newest steps, by run."""
+    with server.store.points.snapshot() as now:
+        return now.kept_points(run_ids)
 
 
 def stable(text):
     """Without the durations of commits, which no clock can freeze, memory, and what threads have come to."""
-    kept = []
-    for line in text.splitlines(keepends=True):
-        if "commit_seconds_" not in line and (line.startswith("#") or _VOLATILE.match(line) is None):
-            kept.append(line)
-    return "".join(kept)
+    lines = [line for line in text.splitlines(keepends=True) if "commit_seconds_" not in line]
+    return "".join(line for line in lines if line.startswith("#") or _VOLATILE.match(line) is None)
+
+
+def shown(server, *run_ids):
+    """Whether each is on the page."""
+    page = server.get("/metrics")
+    return [f'run_id="{run_id}"' in page for run_id in run_ids]
 
 
 def test_the_page_is_exactly_this(server, monkeypatch):
@@ -90,12 +89,11 @@ def test_only_running_and_fresh_runs_are_shown(server, clock):
     server.filled("r1", "s1")
     server.filled("r2", "s2")
     server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
-    assert 'run_id="r1"' not in server.get("/metrics")
-    assert 'run_id="r2"' in server.get("/metrics")
+    assert shown(server, "r1", "r2") == [False, True]
     clock.now += 601
-    assert 'run_id="r2"' not in server.get("/metrics")
+    assert shown(server, "r2") == [False]
     server.reports([report(9, 90)], "s2")
-    assert 'run_id="r2"' in server.get("/metrics")
+    assert shown(server, "r2") == [True]
 
 
 @pytest.mark.slow
@@ -120,21 +118,23 @@ def test_a_resume_counts_its_steps_from_none_until_it_reports(server):
 def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, monkeypatch):
     for run_id in ("r1", "r2"):
         server.filled(run_id, f"{run_id}-s")
-    store = server.app.state.collage.store
-    read = Snapshot.latest_of
+    read, listed = Snapshot.latest_of, Snapshot.run_page
 
     def deleted_first(*asked):
         with contextlib.suppress(Gone):
-            store.runs.delete("r1", clock())
+            server.store.runs.delete("r1", clock())
         return read(*asked)
 
+    def deleted_afterwards(*asked):
+        page = listed(*asked)
+        server.store.runs.delete("r3", clock())
+        return page
+
     monkeypatch.setattr(Snapshot, "latest_of", deleted_first)
-    page = server.get("/metrics")
-    assert ('run_id="r1"' in page, 'run_id="r2"' in page) == (False, True)
+    assert shown(server, "r1", "r2") == [False, True]
     monkeypatch.undo()
     server.filled("r3", "r3-s")
-    listed = Snapshot.run_page
-    monkeypatch.setattr(Snapshot, "run_page", lambda *asked: delete_after(store, listed(*asked), clock))
+    monkeypatch.setattr(Snapshot, "run_page", deleted_afterwards)
     of_one_moment = server.get("/runs", wire.RunPage).runs
     assert [run.run_id for run in of_one_moment] == ["r3", "r2"]
     assert all(run.latest["edq_ratio"] is not None for run in of_one_moment)
@@ -146,7 +146,7 @@ def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, m
 def test_a_run_that_cannot_be_read_takes_no_other_with_it(server, monkeypatch, caplog):
     for run_id in ("r1", "r2"):
         server.filled(run_id, f"{run_id}-s")
-    assert 'run_id="r1"' in server.get("/metrics")
+    assert shown(server, "r1") == [True]
 
     def broken(now, run_ids):
         if "r1" in run_ids:
@@ -158,14 +158,12 @@ def test_a_run_that_cannot_be_read_takes_no_other_with_it(server, monkeypatch, c
     for step in (100, 110):
         for run_id in ("r1", "r2"):
             server.reports([report(step, step)], f"{run_id}-s")
-        page = server.get("/metrics")
-        assert ('run_id="r1"' in page, 'run_id="r2"' in page) == (False, True)
+        assert shown(server, "r1", "r2") == [False, True]
         told = [record.getMessage() for record in caplog.records if record.name.startswith("collage_server")]
-        assert [words for words in told if "r1" in words] == [
-            "run r1 cannot be read: /metrics and alerts go on without it"
-        ]
+        [line] = [words for words in told if "r1" in words]
+        assert line.startswith("run r1 cannot be read")
     monkeypatch.undo()
-    assert 'run_id="r1"' in server.get("/metrics")
+    assert shown(server, "r1") == [True]
 
 
 def test_a_database_that_does_not_answer_is_no_run_s_failure(server, monkeypatch):
@@ -176,45 +174,49 @@ def test_a_database_that_does_not_answer_is_no_run_s_failure(server, monkeypatch
 
     monkeypatch.setattr(snapshot, "read_live_runs", lost)
     with pytest.raises(Busy):
-        exposition(server.app.state.collage)
+        exposition(server.state)
     monkeypatch.undo()
     monkeypatch.setattr(Snapshot, "latest_of", lost)
     with pytest.raises(Busy):
-        server.app.state.collage.summariser.keep_points()
-
-
-def delete_after(store, page, clock):
-    store.runs.delete("r3", clock())
-    return page
+        server.state.summariser.keep_points()
 
 
 def test_runs_that_are_read_together_say_what_each_says_alone(server, monkeypatch):
     """Of one process or several, shown and hidden, sealed and not: the page is one, and that of exact answers."""
     # What others leave of the disk changes between two pages.
     monkeypatch.setattr(DiskGuard, "left_ratio", 0.5)
-    server.app.state.collage.summariser.stop(PATIENCE_SECONDS)
+    server.state.summariser.stop(PATIENCE_SECONDS)
     server.filled("plain", "s0", steps=[10, 20])
     server.filled("nothing", "s1", steps=[])
     server.filled("other", "s2", steps=[10])
     server.filled("sealed", "s3", steps=range(10, 2600, 10))
-    server.app.state.collage.sealer.do_due_work()
+    server.state.sealer.do_due_work()
     server.filled("twice", "s4", steps=[10])
     server.reports([report(1, 10), report(2, 20), report(3, 20)], "s4")
     server.filled("hidden", "s5", steps=[10, 20, 30])
     server.attempt("hidden", "launch-2", first_step=20)
-    server.run("ranks")
-    server.attempt("ranks")
-    for rank in range(2):
-        server.stream("ranks", stream_id=f"rank-{rank}", rank=rank, world_size=2)
-        server.reports([report(0, 10, rank=rank), *([report(1, 20)] if rank else [])], f"rank-{rank}")
-    several_ranks(server)
-    ends_sealed(server)
+    with_ranks(server, "ranks", [LAYERS] * 2, [1, 2])
+    # Replicas; ranks of which one lags behind and goes on logging; shards of which each knows its own layers.
+    own = [LAYERS[:2], LAYERS[1:], LAYERS[:1]]
+    with_ranks(server, "replicas", [LAYERS] * 3, [2] * 3, replicas=range(3), log=True)
+    with_ranks(server, "lagging", [LAYERS] * 3, [1, 2, 2], log=True)
+    with_ranks(server, "own-layers", own, [2] * 3, log=True)
+    # The newest step is the end of a sealed part: 64 steps are one. Of some, there is more to know.
+    server.filled("sealed-alone", "e0", steps=range(10, 650, 10))
+    server.filled("sealed-hidden", "e1", steps=range(10, 650, 10))
+    with_ranks(server, "sealed-ranks", [LAYERS] * 3, [64] * 3)
+    with_ranks(server, "sealed-own-layers", own, [64] * 3)
+    with_ranks(server, "sealed-replicas", [LAYERS] * 2, [64] * 2, replicas=(0, 1))
+    with_ranks(server, "sealed-late", [LAYERS] * 2, [64, 63])
+    server.state.sealer.do_due_work()
+    server.store.sealing.seal("sealed-late", server.clock(), journal_full=True)
+    server.reports([report(63, 640, rank=1)], "sealed-late-1")
+    server.attempt("sealed-hidden", "launch-2", first_step=600)
     page = stable(server.get("/metrics"))
     assert page.count("collage_edq_ratio{") == 15
-    store = server.app.state.collage.store
     run_ids = [run.run_id for run in server.get("/runs?limit=100", wire.RunPage).runs]
-    with store.points.snapshot() as now:
-        kept = kept_points(now, run_ids)
+    kept = {run_id: row.point for run_id, row in kept_rows(server, *run_ids).items()}
+    with server.store.points.snapshot() as now:
         assert kept == newest_points(now, now.records(run_ids), layers=True)
         monkeypatch.setattr(Snapshot, "kept_points", lambda *_: {})
         for run_id in run_ids:
@@ -222,31 +224,25 @@ def test_runs_that_are_read_together_say_what_each_says_alone(server, monkeypatc
 
 
 def test_a_row_that_is_out_of_date_is_not_the_answer_of_one_run(server):
-    app_state = server.app.state.collage
-    app_state.summariser.stop(PATIENCE_SECONDS)
+    server.state.summariser.stop(PATIENCE_SECONDS)
     server.filled(steps=[10])
     server.get("/metrics")
     server.reports([report(1, 20)])
-    with app_state.store.points.snapshot() as now:
-        point = kept_points(now, ["r1"])["r1"]
-        assert point is not None
-        assert point.step == 10
+    assert kept_rows(server, "r1")["r1"].point.step == 10
     assert server.get("/runs/r1/latest", wire.Latest).step == 20
 
 
 @pytest.mark.parametrize("behind", [0, 5])
 def test_a_state_that_a_server_whose_clock_lags_behind_states_is_seen(server, clock, behind):
     """It seemed older than the last report, and what was kept of the run as new as the run."""
-    app_state = server.app.state.collage
-    app_state.summariser.stop(PATIENCE_SECONDS)
+    server.state.summariser.stop(PATIENCE_SECONDS)
     server.filled(steps=[10])
     server.get("/metrics")
-    store = app_state.store
+    store = server.store
     clock.now -= behind
     for state in ("finished", "running", "failed"):
         server.get("/metrics")
-        with store.points.snapshot() as now:
-            assert list(now.kept_points(["r1"])) == ["r1"]
+        assert list(kept_rows(server, "r1")) == ["r1"]
         assert store.summaries.due_points(10) == {}
         server.send("PATCH", "/runs/r1", wire.RunUpdate(state=state))
         assert list(store.summaries.due_points(10)) == ["r1"]
@@ -254,15 +250,13 @@ def test_a_state_that_a_server_whose_clock_lags_behind_states_is_seen(server, cl
 
 def test_servers_of_two_releases_do_not_take_turns(server):
     """Each would have written the rows of all runs anew, every second, for as long as both serve."""
-    app_state = server.app.state.collage
-    summariser = app_state.summariser
+    store, summariser = server.store, server.state.summariser
     summariser.stop(PATIENCE_SECONDS)
     server.filled(steps=[10])
     server.get("/metrics")
-    store = app_state.store
     summariser.stopping.clear()
     summariser.keep_overviews()
-    (kept,) = kept_points_of(store).values()
+    (kept,) = kept_rows(server, "r1").values()
     assert kept.point is not None
     others = replace_fields(kept.point, made_by="other", step=9)
     store.summaries.put_points({"r1": kept._replace(point=others)})
@@ -273,106 +267,65 @@ def test_servers_of_two_releases_do_not_take_turns(server):
         old = {"is_evaluated": True, "made_by": "other", "made_at": 0.0}
         connection.execute(update(schema.run_summary).values(old))
     summariser.keep_overviews()
-    assert kept_points_of(store) == {"r1": kept}, "an upgrade makes them anew"
+    assert kept_rows(server, "r1") == {"r1": kept}, "an upgrade makes them anew"
 
 
 def test_newest_steps_are_written_while_evaluations_rest(server):
     """One thread does both; an evaluation that nobody waits for makes it rest for a multiple of its time."""
-    app_state = server.app.state.collage
-    app_state.summariser.stop(PATIENCE_SECONDS)
+    server.state.summariser.stop(PATIENCE_SECONDS)
     server.filled(steps=[10])
-    both = Summariser(app_state.store, interval_seconds=0.01, share_of_time=1e-5)
+    both = Summariser(server.store, interval_seconds=0.01, share_of_time=1e-5)
     both.do_due_work()
     server.reports([report(1, 20)])
     both.start()
     until(lambda: server.get("/runs/r1/overview", wire.Overview).last_step == 20, "the evaluation that it rests of")
     server.reports([report(2, 30)])
-    until(lambda: kept_points_of(app_state.store)["r1"].point.step == 30, "the newest step")
+    until(lambda: kept_rows(server, "r1")["r1"].point.step == 30, "the newest step")
     assert server.get("/runs/r1/overview", wire.Overview).last_step == 20
     both.stop(PATIENCE_SECONDS)
 
 
-def test_a_run_that_logs_alone_costs_what_an_empty_one_does(server):
-    """Nothing of it is read but its record."""
-    only_requests_work(server)
-    server.run("empty")
-    alone = statements_of(server)
-    server.filled("logs", "s1", steps=[])
-    server.reports([report(i, i, measured=False, scalars={"loss": 1.0}) for i in range(50)], "s1")
-    assert statements_of(server) <= alone
-    with server.app.state.collage.store.points.snapshot() as now:
-        assert kept_points(now, ["empty", "logs"]) == {"empty": None, "logs": None}
-
-
-def ends_sealed(server):
-    """Runs whose newest step is the end of a sealed part: 64 steps are one. Of some, there is more to know."""
-    server.filled("sealed-alone", "e0", steps=range(10, 650, 10))
-    server.filled("sealed-hidden", "e1", steps=range(10, 650, 10))
-    sealed_ranks(server, "sealed-ranks", [LAYERS] * 3)
-    sealed_ranks(server, "sealed-own-layers", [LAYERS[:2], LAYERS[1:], LAYERS[:1]])
-    sealed_ranks(server, "sealed-replicas", [LAYERS] * 2, replicas=(0, 1))
-    sealed_ranks(server, "sealed-late", [LAYERS] * 2, missing=1)
-    server.app.state.collage.sealer.do_due_work()
-    full = server.app.state.collage.store.sealing.seal
-    full("sealed-late", server.clock(), journal_full=True)
-    server.reports([report(63, 640, rank=1)], "sealed-late-1")
-    server.attempt("sealed-hidden", "launch-2", first_step=600)
-
-
-def sealed_ranks(server, run_id, layers, replicas=None, missing=0):
-    """`missing`: so many steps at the end are not told by the last rank."""
+def with_ranks(server, run_id, layers, counts, replicas=None, log=False):
+    """A run whose ranks report so many steps each, of these layers; `log`: and a logged value after them."""
     server.run(run_id)
     server.attempt(run_id)
-    for rank, names in enumerate(layers):
+    for rank, (names, count) in enumerate(zip(layers, counts, strict=True)):
         replica = 0 if replicas is None else replicas[rank]
-        given = [layer(name, replica) for name in names]
-        stream_id, world = f"{run_id}-{rank}", len(layers)
-        server.stream(run_id, stream_id=stream_id, rank=rank, world_size=world, replica=replica, layers=given)
-        count = 64 - (missing if rank == world - 1 else 0)
+        stream_id, given = f"{run_id}-{rank}", [layer(name, replica) for name in names]
+        place = {"rank": rank, "world_size": len(layers), "replica": replica}
+        server.stream(run_id, stream_id=stream_id, layers=given, **place)
         steps = range(10, 10 * count + 10, 10)
-        values = [block(step, rank, len(names)) for step in steps]
-        server.reports(
-            [report(i, step, values=values[i], rank=rank) for i, step in enumerate(steps)], f"{run_id}-{rank}"
-        )
-
-
-def several_ranks(server):
-    """Replicas; ranks of which one lags behind and goes on logging; shards of which each knows its own layers."""
-    for run_id, replicas, layers in (
-        ("replicas", (0, 1, 2), [LAYERS] * 3),
-        ("lagging", (0, 0, 0), [LAYERS] * 3),
-        ("own-layers", (0, 0, 0), [LAYERS[:2], LAYERS[1:], LAYERS[:1]]),
-    ):
-        server.run(run_id)
-        server.attempt(run_id)
-        for rank, (replica, names) in enumerate(zip(replicas, layers, strict=True)):
-            stream_id = f"{run_id}-{rank}"
-            given = [layer(name, replica) for name in names]
-            server.stream(run_id, stream_id=stream_id, rank=rank, world_size=3, replica=replica, layers=given)
-            steps = (10, 20) if run_id != "lagging" or rank else (10,)
-            reports = [report(i, step, values=block(step, rank, len(names))) for i, step in enumerate(steps)]
-            server.reports([*reports, report(9, steps[-1] + 5, measured=False)], stream_id)
-
-
-def only_requests_work(server):
-    """What the threads beside them may or may not have done by then is left to the requests."""
-    kept = server.app.state.collage
-    for thread in (kept.summariser, kept.sealer):
-        thread.stop(PATIENCE_SECONDS)
+        blocks = [block(step, rank, len(names)) for step in steps]
+        reports = [report(i, step, values=blocks[i], rank=rank) for i, step in enumerate(steps)]
+        server.reports([*reports, *([report(99, steps[-1] + 5, measured=False)] if log else [])], stream_id)
 
 
 def statements_of(server):
-    """How many statements a page takes, and the rows behind it; after `only_requests_work`."""
-    with statements_on(server.app.state.collage.store.engine) as asked:
+    """How many statements a page takes, and the rows behind it; after `stop_threads`."""
+    with statements_on(server.store.engine) as asked:
         server.get("/metrics")
     assert asked
     return len(asked)
 
 
+def test_a_run_that_logs_alone_costs_what_an_empty_one_does(server):
+    """Nothing of it is read but its record."""
+    server.stop_threads()
+    server.run("empty")
+    alone = statements_of(server)
+    server.filled("logs", "s1", steps=[])
+    server.reports([report(i, i, measured=False, scalars={"loss": 1.0}) for i in range(50)], "s1")
+    assert statements_of(server) <= alone
+    assert {run_id: row.point for run_id, row in kept_rows(server, "empty", "logs").items()} == {
+        "empty": None,
+        "logs": None,
+    }
+
+
 @pytest.mark.slow
 def test_many_runs_take_as_many_statements_as_one(server):
     """A page of a thousand runs took twenty statements for each of them."""
-    only_requests_work(server)
+    server.stop_threads()
     server.filled("r0", "s0")
     alone = statements_of(server)
     for i in range(1, 20):
@@ -384,18 +337,19 @@ def test_neither_a_page_nor_a_round_of_alerts_reads_the_whole_record_of_a_run(se
     """Configurations, tags and what was watched are not shown: reading them was two thirds of a round."""
     server.filled("r1", "s1")
     server.run("empty")
-    page = stable(server.get("/metrics"))
-    shown = list(samples(server.app.state.collage))
+    page, told = stable(server.get("/metrics")), of_runs(server)
+    monkeypatch.setattr(run_store, "_records", lambda *_: 1 / 0)
+    assert stable(exposition(server.state).decode()) == page
+    assert of_runs(server) == told
 
-    def unread(*_):
-        raise AssertionError("a record was made")
 
-    monkeypatch.setattr(run_store, "_records", unread)
-    assert stable(exposition(server.app.state.collage).decode()) == page
-    again = list(samples(server.app.state.collage))
-    assert [sample for sample in again if "run_id" in dict(sample.labels)] == [
-        sample for sample in shown if "run_id" in dict(sample.labels)
-    ]
+def of_runs(server, *asked):
+    """The samples that alerts are given about runs."""
+    return [sample for sample in samples(server.state, *asked) if "run_id" in dict(sample.labels)]
+
+
+def runs_of(found):
+    return {dict(sample.labels)["run_id"] for sample in found}
 
 
 def test_alerts_are_given_the_series_that_they_ask_for_and_no_others(server):
@@ -403,30 +357,24 @@ def test_alerts_are_given_the_series_that_they_ask_for_and_no_others(server):
     server.filled("r1", "s1")
     server.run("empty")
     server.get("/metrics")
-    app_state = server.app.state.collage
     asked = Evaluation(enabled_alerts()).series
-    chosen = [sample for sample in samples(app_state) if sample.name in asked and "run_id" in dict(sample.labels)]
-    given = [sample for sample in samples(app_state, asked) if "run_id" in dict(sample.labels)]
-    assert given == chosen
-    assert {dict(sample.labels)["run_id"] for sample in given} == {"r1"}
-    everything = {dict(sample.labels).get("run_id") for sample in samples(app_state)}
-    assert "empty" in everything
-    unmeasured = samples(app_state, ["collage_unmeasured_seconds"])
-    assert "empty" in {dict(sample.labels).get("run_id") for sample in unmeasured}
+    given, everything = of_runs(server, asked), of_runs(server)
+    assert given == [sample for sample in everything if sample.name in asked]
+    assert (runs_of(given), "empty" in runs_of(everything)) == ({"r1"}, True)
+    assert "empty" in runs_of(of_runs(server, ["collage_unmeasured_seconds"]))
 
 
 @pytest.mark.slow
 def test_many_runs_whose_newest_step_is_sealed_take_as_many_statements_as_one(server):
-    only_requests_work(server)
-    sealing = server.app.state.collage.store.sealing
+    server.stop_threads()
+    sealing = server.store.sealing
     sealing.limits = replace(sealing.limits, part_bytes=1)
-    seal = sealing.seal
     counts = []
     for more in (range(1), range(1, 12)):
         for i in more:
-            sealed_ranks(server, f"r{i}", [LAYERS] * 2)
-            assert seal(f"r{i}", server.clock())
-            assert not server.app.state.collage.store.journal.bytes_of(f"r{i}")
+            with_ranks(server, f"r{i}", [LAYERS] * 2, [64] * 2)
+            assert sealing.seal(f"r{i}", server.clock())
+            assert not server.store.journal.bytes_of(f"r{i}")
         counts.append(statements_of(server))
     assert counts[0] == counts[1]
 
@@ -436,5 +384,4 @@ def test_many_runs_are_all_shown(server, monkeypatch):
     monkeypatch.setattr("collage_server.exposition._PAGE", 2)
     for i in range(5):
         server.filled(f"r{i}", f"s{i}", steps=[10])
-    text = server.get("/metrics")
-    assert all(f'run_id="r{i}"' in text for i in range(5))
+    assert shown(server, *(f"r{i}" for i in range(5))) == [True] * 5

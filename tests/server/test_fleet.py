@@ -1,20 +1,32 @@
-"""docs/fleet.md: ten questions over all runs, with the API's numbers, in DuckDB and by night in other engines."""
+"""docs/fleet.md: ten questions over all runs, with the API's numbers, in DuckDB and by night in other engines.
 
+And `collage-monitor archive query`: the API's numbers, by SQL.
+"""
+
+import csv
+import io
 import json
 import os
 import sys
 
+import numpy as np
+import polars
 import pytest
-from collage_server.app import create_app
+from click.testing import CliRunner
 from collage_server.publishing import publish
 from collage_server.settings import Settings
 from deltalake import DeltaTable
-from fastapi.testclient import TestClient
 
-from collage_monitor.command.query import open_fleet
+from collage_monitor.command.query import open_fleet, query
+from collage_monitor.errors import CollageError
+from collage_monitor.statistics import finish_all, reduce_steps
 from tests.server import fleet
-from tests.server.conftest import NOW, Clock, Server
+from tests.server.conftest import NOW, Clock, running
 from tests.server.questions import ANSWERS, DIALECTS, QUESTIONS, Numbers, same_rows
+from tests.server.reads import layer_points, model_points
+from tests.server.store.seen import ALL
+
+pytestmark = pytest.mark.slow
 
 TITLES = [title for title, _ in QUESTIONS]
 
@@ -45,12 +57,9 @@ def answered(request, tmp_path_factory):
         change(store)
         publish(store, "p")
         assert before - set(DeltaTable(table).file_uris()), "the late rank's run was written anew"
-    clock = Clock()
-    app = create_app(Settings(folder=folder, no_auth=True), clock=clock, store=store)
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        numbers = Numbers(Server(client, clock, app))
-        answers = [answer(numbers) for answer in ANSWERS]
-    return table, answers
+    with running(Settings(folder=folder, no_auth=True), Clock(), store=store) as server:
+        numbers = Numbers(server)
+        return table, [answer(numbers) for answer in ANSWERS]
 
 
 def in_dialect(sql, engine):
@@ -69,9 +78,8 @@ def test_duckdb_gives_the_api_s_numbers(answered, number):
 
 @pytest.mark.nightly
 def test_spark_gives_them_on_two_workers(answered):
-    spark_sql = pytest.importorskip(
-        "pyspark.sql", reason="pip install 'collage-monitor[engines]' and a Java runtime"
-    )
+    needed = "pip install 'collage-monitor[engines]' and a Java runtime"
+    spark_sql = pytest.importorskip("pyspark.sql", reason=needed)
     table, answers = answered
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = spark_sql.SparkSession.builder.master("local-cluster[2,1,1024]").appName("fleet")
@@ -101,8 +109,6 @@ def test_spark_gives_them_on_two_workers(answered):
 
 
 def test_polars_gives_them(answered):
-    import polars
-
     table, answers = answered
     layers = polars.scan_delta(table).drop("layer").rename({"name": "layer"})
     rate = polars.col("config").str.json_path_match("$.learning_rate").alias("learning_rate")
@@ -126,3 +132,89 @@ def test_clickhouse_gives_them(answered, tmp_path, monkeypatch):
         for (title, sql), expected in zip(QUESTIONS, answers, strict=True):
             found = json.loads(session.query(in_dialect(sql, "ClickHouse"), "JSONCompact").bytes())
             same_rows([tuple(row) for row in found["data"]], expected, title)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """The fleet, archived and published."""
+    folder = tmp_path_factory.mktemp("fleet")
+    store = fleet.opened(folder)
+    publish(store, "p")
+    yield store
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def archive(store):
+    return str(store.path.parent / "archive")
+
+
+def asked(connection, view, run_id):
+    found = connection.sql(f"select * from {view} where run = '{run_id}' order by all").arrow().read_all()
+    return {name: found.column(name).to_pylist() for name in found.schema.names}
+
+
+def same_metrics(found, totals, axis):
+    """Every metric of SQL is that of the catalogue; those left out are no ratios of totals."""
+    with np.errstate(all="ignore"):
+        expected = finish_all(totals, intervals=False)
+    shared = [key for key in expected if key in found]
+    assert {"edq_ratio", "lost_update_ratio", "grad_norm", "param_norm", "nonfinite_grads"} <= set(shared)
+    assert set(expected) - set(shared) <= {
+        "edq", "edq_cosine", "update_error_ratio", "update_to_weight_ratio",
+        "predicted_plain_lost_ratio", "half_ulp_margin", "half_ulp_lr_factor",
+    }  # fmt: skip
+    for key in shared:
+        values = np.array(found[key], dtype=np.float64).reshape(np.shape(expected[key]))
+        np.testing.assert_allclose(values, expected[key], rtol=1e-9, err_msg=f"{key} {axis}")
+
+
+def test_metrics_are_those_of_the_catalogue(store, archive):
+    with open_fleet(archive) as connection:
+        for run in fleet.FLEET:
+            model = model_points(store, run.run_id, None, ALL).totals
+            layers = layer_points(store, run.run_id, run.keys, ALL).totals
+            order = np.argsort(fleet.NAMES)
+            for view, totals in (
+                ("step_metrics", model),
+                ("run_metrics", reduce_steps(model)),
+                ("layer_metrics", {key: values[order] for key, values in reduce_steps(layers).items()}),
+                ("layer_step_metrics", {key: values[:, order].T.ravel() for key, values in layers.items()}),
+            ):
+                same_metrics(asked(connection, view, run.run_id), totals, view)
+
+
+def answered_by(archive, sql, *flags):
+    return CliRunner().invoke(query, [sql, "--archive", archive, *flags], catch_exceptions=False).output
+
+
+def test_layers_have_names_and_runs_can_be_joined(archive):
+    sql = (
+        "select strategy, layer, count(*) as steps, sum(lost) as lost from layers join runs using (project, run) "
+        "group by all order by all"
+    )
+    rows = json.loads(answered_by(archive, sql, "--json"))
+    assert [row["layer"] for row in rows[:3]] == sorted(fleet.NAMES)
+    assert sum(row["steps"] for row in rows) == 3 * sum(run.steps for run in fleet.FLEET)
+
+
+def test_rows_are_printed_as_a_table_and_as_csv(archive):
+    sql = "select run, last_step, cast(null as int) as nothing, 1/3 as third from runs order by run limit 2"
+    assert answered_by(archive, sql) == (
+        "run           last_step  nothing     third\n"
+        "light-3              80        –  0.333333\n"
+        "light-4-wide         80        –  0.333333\n"
+    )
+    assert list(csv.reader(io.StringIO(answered_by(archive, sql, "--csv"))))[1] == ["light-3", "80", "", str(1 / 3)]
+
+
+def test_what_is_not_there_is_said_with_what_to_do(archive, tmp_path):
+    for folder, projects, words in (
+        (str(tmp_path), (), "archive publish"),
+        (archive, ("q",), "no published table of q"),
+        (str(tmp_path / "none"), (), "cannot be read"),
+    ):
+        with pytest.raises(CollageError, match=words):
+            open_fleet(folder, projects)
+    with pytest.raises(CollageError, match="the query failed"):
+        answered_by(archive, "select x")

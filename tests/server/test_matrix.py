@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets as random
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from collage_server.auth.roles import RULES, matrix
@@ -65,9 +66,8 @@ EXPORT = {
     ]
 }
 """A trainer's export to OTLP's route."""
-FIRING = NewIncident(
-    "CollageEdqLow", "warning", "server", {"run_id": "mine-1"}, "EDQ is low", NOW, run_id="mine-1", project="mine"
-)
+OF_RUN: dict[str, Any] = {"labels": {"run_id": "mine-1"}, "run_id": "mine-1", "project": "mine", "started_at": NOW}
+FIRING = NewIncident(alert="CollageEdqLow", severity="warning", source="server", text="EDQ is low", **OF_RUN)
 INCIDENT = incident_id_of(FIRING)
 
 

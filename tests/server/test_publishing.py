@@ -3,7 +3,6 @@
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import duckdb
@@ -59,11 +58,27 @@ def files(store):
     return store.archiving.files
 
 
-def rows(table):
-    """What an engine without a filter reads, by run: the steps, and {statistic: [step, layer]}."""
+def add(store, run, project="p"):
+    fleet.fill(store, [run], project)
+    fleet.archive_all(store, [run])
+
+
+def delete(store, run_id="plain-wide"):
+    store.runs.delete(run_id, NOW)
+    while store.retention.purge(100):
+        pass
+
+
+def asked(table, sql):
+    """What an engine without a filter answers about the table `held`."""
     with duckdb.connect() as connection:
         connection.register("held", DeltaTable(table).to_pyarrow_dataset())
-        found = connection.sql("select * from held order by run, step, layer").arrow().read_all()
+        return connection.sql(sql).arrow().read_all()
+
+
+def rows(table):
+    """By run: the steps, and {statistic: [step, layer]}."""
+    found = asked(table, "select * from held order by run, step, layer")
     runs, first = np.unique(found.column("run").to_numpy(), return_index=True)
     held = {}
     for run, own in zip(runs, np.split(np.arange(found.num_rows), first[1:]), strict=True):
@@ -75,10 +90,10 @@ def rows(table):
     return held
 
 
-def check(store, table):
+def check(store, table, runs=fleet.FLEET):
     """The table's rows are the API's points, bit for bit, each once."""
     held = rows(table)
-    for run in fleet.FLEET:
+    for run in runs:
         steps, values = held[run.run_id]
         points = layer_points(store, run.run_id, fleet.KEYS, ALL)
         assert steps.tolist() == points.steps.tolist() == list(range(1, run.steps + 1))
@@ -87,23 +102,53 @@ def check(store, table):
             np.testing.assert_array_equal(values[key], points.totals[key])
 
 
+def files_of(table):
+    return sorted(DeltaTable(table).file_uris())
+
+
+def listed(table):
+    """The table of runs, by their ids."""
+    return {row["run"]: row for row in pq.read_table(f"{table}/runs.parquet").to_pylist()}
+
+
 def test_every_visible_step_stands_in_one_row_a_layer_whoever_reads(store, files):
     """Of the run that was resumed, too: what its second launch hides of a file is not in the copy of it."""
     done = publish(store, "p")
     assert (done.runs, done.added, done.removed) == (len(fleet.FLEET), done.files, 0)
     check(store, done.table)
-    copies = [path for path in DeltaTable(done.table).file_uris() if "visible-" in path]
-    assert len(copies) == 1, "files that nobody hides are named as they are"
+    named = files_of(done.table)
+    assert len([path for path in named if "visible-" in path]) == 1, "files that nobody hides are named as they are"
     whole = Path(files.folder, "p")
     assert len(list(whole.rglob("*.parquet"))) - len(list(files.stored())) == 2, "the copy, and the runs"
+    held = listed(done.table)
+    assert sorted(held) == sorted(run.run_id for run in fleet.FLEET)
+    row = held["light-4-wide"]
+    assert (row["strategy"], row["dtype"], row["elements"], row["layers"]) == ("light", "bfloat16", 3 * 64 * 16, 3)
+    assert (row["config"], row["findings"]) == ('{"learning_rate": 0.0001, "seed": 0}', "{}")
+    assert (row["state"], row["last_step"], row["created_at"].timestamp()) == ("finished", 80, NOW)
 
 
-def test_a_second_call_changes_nothing_and_a_new_run_adds_its_files_alone(store, files):
+def test_a_second_call_changes_nothing_and_one_after_the_log_was_deleted_makes_it_anew(store, files, monkeypatch):
+    """Sweeping leaves what no row of the database names: the log, its checkpoints, the runs, copies."""
     first = publish(store, "p")
-    version = DeltaTable(first.table).version()
+    named, version = files_of(first.table), DeltaTable(first.table).version()
     again = publish(store, "p")
     assert (again.added, again.removed, again.files) == (0, 0, first.files)
     assert DeltaTable(first.table).version() == version
+    DeltaTable(first.table).create_checkpoint()
+    monkeypatch.setattr(archiving, "_GRACE_SECONDS", -3600.0)
+    before = sorted(files.folder.rglob("*"))
+    assert store.archiving.sweep(time.time()) == 0
+    assert sorted(files.folder.rglob("*")) == before
+    check(store, first.table)
+    shutil.rmtree(Path(first.table, "_delta_log"))
+    assert publish(store, "p").added == first.files
+    assert files_of(first.table) == named
+    check(store, first.table)
+
+
+def test_runs_come_and_go_with_their_files_alone(store, files):
+    first = publish(store, "p")
     more = fleet.FleetRun("late", "plus", 1e-3, more=("state_zero/exp_avg",), steps=40)
     fleet.fill(store, [more])
     assert publish(store, "p").runs == first.runs, "nothing of it is archived yet"
@@ -112,62 +157,42 @@ def test_a_second_call_changes_nothing_and_a_new_run_adds_its_files_alone(store,
     assert (done.runs, done.removed, done.files) == (first.runs + 1, 0, first.files + done.added)
     assert "state_zero/exp_avg" in DeltaTable(first.table).schema().to_json()
     check(store, first.table)
-
-
-def test_a_deleted_run_leaves_the_table_and_nothing_of_it_is_kept(store, files):
-    table = publish(store, "p").table
-    store.runs.delete("plain-wide", NOW)
-    while store.retention.purge(100):
-        pass
+    store.runs.update("plus-3-a", wire.RunUpdate(state="running"), NOW + 200)
+    gone = publish(store, "p")
+    assert (gone.runs, gone.added) == (first.runs, 0)
+    assert gone.removed > 0
+    store.runs.update("plus-3-a", wire.RunUpdate(state="finished"), NOW + 300)
+    assert publish(store, "p").added == gone.removed
+    check(store, first.table)
+    delete(store)
     done = publish(store, "p")
     assert done.removed > 0
-    assert done.runs == len(fleet.FLEET) - 1
-    assert not any("plain-wide" in path for path in DeltaTable(table).file_uris())
-    assert not any("plain-wide" in str(path) and "visible-" in path.name for path in files.folder.rglob("*"))
-    assert "plain-wide" not in pq.read_table(f"{table}/runs.parquet").column("run").to_pylist()
+    assert done.runs == first.runs
+    kept = [*files_of(first.table), *(str(path) for path in files.folder.rglob("*visible-*")), *listed(first.table)]
+    assert [name for name in kept if "plain-wide" in name] == []
 
 
-@pytest.fixture
-def between(monkeypatch):
-    """Calls a function before and after each change of a log."""
-    looks: list[Callable[[], None]] = []
-
-    def look_around(change):
-        def changed(*arguments):
-            looks[-1]()
-            change(*arguments)
-            looks[-1]()
-
-        return changed
-
-    for name in ("_create", "_change"):
-        monkeypatch.setattr(publishing, name, look_around(getattr(publishing, name)))
-    return looks
-
-
-def test_a_reader_between_finds_the_run_of_every_layer(store, files, between):
+def test_a_reader_between_finds_the_run_of_every_layer(store, files, monkeypatch):
     table, seen = f"{files.address}/p", []
 
     def look():
         if DeltaTable.is_deltatable(table):
             named = {path.partition("run=")[2].partition("/")[0] for path in DeltaTable(table).file_uris()}
-            listed = pq.read_table(f"{table}/runs.parquet").column("run").to_pylist()
-            assert named <= set(listed), "layers without their run"
-            assert len(listed) == len(set(listed))
+            runs = pq.read_table(f"{table}/runs.parquet").column("run").to_pylist()
+            assert named <= set(runs), "layers without their run"
+            assert len(runs) == len(set(runs))
             seen.append(named)
 
-    between.append(look)
+    for name in ("_create", "_change"):
+        change = getattr(publishing, name)
+        monkeypatch.setattr(publishing, name, lambda *given, change=change: (look(), change(*given), look()))
     publish(store, "p")
-    store.runs.delete("plain-wide", NOW)
-    while store.retention.purge(100):
-        pass
-    more = fleet.FleetRun("late", "plus", 1e-3, steps=40)
-    fleet.fill(store, [more])
-    fleet.archive_all(store, [more])
+    delete(store)
+    add(store, fleet.FleetRun("late", "plus", 1e-3, steps=40))
     publish(store, "p")
     assert len(seen) == 3
     assert seen[-1] - seen[-2] == {"late"}
-    assert sorted(pq.read_table(f"{table}/runs.parquet").column("run").to_pylist()) == sorted(seen[-1])
+    assert listed(table).keys() == seen[-1]
 
 
 def test_a_run_with_a_damaged_file_is_not_published_until_it_is_healed(store, files, tmp_path, caplog):
@@ -219,55 +244,17 @@ def test_several_processes_that_publish_at_once_make_one_table(store, files, tmp
             store.runs.delete("plain-4", NOW)
     done = publish(store, "p")
     assert (done.added, done.runs) == (0, len(fleet.FLEET) + 1)
-    named = DeltaTable(done.table).file_uris()
+    named = files_of(done.table)
     assert len(named) == len(set(named)) == done.files
-    with duckdb.connect() as connection:
-        connection.register("held", DeltaTable(done.table).to_pyarrow_dataset())
-        [(every, distinct)] = connection.sql(
-            "select count(*), count(distinct (run, step, layer)) from held"
-        ).fetchall()
-    assert every == distinct > 0
-    assert {f"state_zero/{number}" for number in range(2)} <= {
-        f.name for f in DeltaTable(done.table).schema().fields
-    }
-
-
-def test_a_log_that_was_deleted_is_made_anew_from_the_database(store, files):
-    done = publish(store, "p")
-    named = sorted(DeltaTable(done.table).file_uris())
-    shutil.rmtree(Path(done.table, "_delta_log"))
-    again = publish(store, "p")
-    assert again.added == done.files
-    assert sorted(DeltaTable(done.table).file_uris()) == named
-    check(store, done.table)
-
-
-def test_a_run_that_goes_on_leaves_the_table_until_it_ends_again(store, files):
-    publish(store, "p")
-    store.runs.update("plus-3-a", wire.RunUpdate(state="running"), NOW + 200)
-    done = publish(store, "p")
-    assert (done.runs, done.added) == (len(fleet.FLEET) - 1, 0)
-    assert done.removed > 0
-    store.runs.update("plus-3-a", wire.RunUpdate(state="finished"), NOW + 300)
-    assert publish(store, "p").added == done.removed
-    check(store, done.table)
-
-
-def test_sweeping_leaves_the_table_alone(store, files, monkeypatch):
-    """Its files are named by no row of the database: the log, its checkpoints, the runs, copies."""
-    done = publish(store, "p")
-    DeltaTable(done.table).create_checkpoint()
-    monkeypatch.setattr(archiving, "_GRACE_SECONDS", -3600.0)
-    before = sorted(files.folder.rglob("*"))
-    assert store.archiving.sweep(time.time()) == 0
-    assert sorted(files.folder.rglob("*")) == before
-    check(store, done.table)
+    sql = "select count(*) as every, count(distinct (run, step, layer)) as distinct_ones from held"
+    [counted] = asked(done.table, sql).to_pylist()
+    assert counted["every"] == counted["distinct_ones"] > 0
+    assert {"state_zero/0", "state_zero/1"} <= {field.name for field in DeltaTable(done.table).schema().fields}
 
 
 def test_vacuum_of_another_engine_takes_no_file(store, files):
     """Those of a run that goes on are named by no log yet, and older than the week that engines wait."""
-    fleet.fill(store, [fleet.FleetRun("late", "plus", 1e-3)])
-    fleet.archive_all(store, [fleet.FleetRun("late", "plus", 1e-3)])
+    add(store, fleet.FleetRun("late", "plus", 1e-3))
     store.runs.update("late", wire.RunUpdate(state="running"), NOW + 200)
     done = publish(store, "p")
     for path in files.folder.rglob("*.parquet"):
@@ -284,18 +271,13 @@ def test_what_retention_left_at_a_coarse_level_alone_is_read_there(store, files)
     """A measured step of which the single point is gone stands in the row of its coarse point, once."""
     assert all(store.retention.expire(run.run_id, {1: NOW + 1e9}) for run in fleet.FLEET)
     table = publish(store, "p").table
-    with duckdb.connect() as connection:
-        connection.register("held", DeltaTable(table).to_pyarrow_dataset())
-        found = connection.sql(
-            "select run, level, sum(measured_steps), min(points), sum(lost) from held "
-            "where layer = 0 group by all order by all"
-        ).fetchall()
+    sums = "sum(measured_steps) as measured_steps, sum(lost) as lost"
+    found = asked(table, f"select run, level, {sums} from held where layer = 0 group by all").to_pylist()
     for run in fleet.FLEET:
         points = layer_points(store, run.run_id, ["lost", "measured_steps"], ALL)
-        mine = [row for row in found if row[0] == run.run_id]
-        assert sum(row[2] for row in mine) == points.totals["measured_steps"][:, 0].sum()
-        assert sum(row[4] for row in mine) == points.totals["lost"][:, 0].sum()
-    assert {row[1] for row in found} >= {16}
+        for key, values in points.totals.items():
+            assert sum(row[key] for row in found if row["run"] == run.run_id) == values[:, 0].sum()
+    assert {row["level"] for row in found} >= {16}
 
 
 def test_of_a_run_that_only_logs_no_file_is_named(store, files):
@@ -314,19 +296,8 @@ def test_of_a_run_that_only_logs_no_file_is_named(store, files):
     check(store, table)
 
 
-def test_the_table_of_runs_has_what_questions_join(store, files):
-    table = publish(store, "p").table
-    held = {row["run"]: row for row in pq.read_table(f"{table}/runs.parquet").to_pylist()}
-    assert sorted(held) == sorted(run.run_id for run in fleet.FLEET)
-    row = held["light-4-wide"]
-    assert (row["strategy"], row["dtype"], row["elements"], row["layers"]) == ("light", "bfloat16", 3 * 64 * 16, 3)
-    assert (row["config"], row["findings"]) == ('{"learning_rate": 0.0001, "seed": 0}', "{}")
-    assert (row["state"], row["last_step"], row["created_at"].timestamp()) == ("finished", 80, NOW)
-
-
 def test_the_command_publishes_every_project(store, tmp_path, monkeypatch):
-    fleet.fill(store, [fleet.FleetRun("other", "plus", 1e-3)], project="a/b c")
-    fleet.archive_all(store, [fleet.FleetRun("other", "plus", 1e-3)])
+    add(store, fleet.FleetRun("other", "plus", 1e-3), "a/b c")
     monkeypatch.setenv("COLLAGE_DIR", str(tmp_path))
     result = CliRunner().invoke(archive, ["publish", "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -345,22 +316,17 @@ def test_a_project_folder_is_one_plain_name():
 RANKS = fleet.FleetRun("ranks", "plus", 1e-3)
 
 
-def launched_on_two_ranks(store):
-    """A run that has ended; a function that stores a rank's reports."""
-    store.runs.create("p", wire.RunCreate(run_id="ranks"), NOW)
-    store.streams.create_attempt("ranks", wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
+def of_a_rank(store, rank):
+    """Another rank's reports of a run that has ended."""
     layers = [wire.Layer(name=name, shape=[16, 16], dtype="bfloat16", elements=256) for name in fleet.NAMES]
-
-    def reported(rank):
-        more = {"layers": layers, "statistics": RANKS.keys, "watch": watch("plus")}
-        create = stream_create(f"ranks-{rank}", "launch-1", rank=rank, world_size=2, **more)
-        store.streams.create_stream("ranks", create, NOW)
-        stream = store.streams.stream_record(f"ranks-{rank}")
-        reports = [fleet._report(RANKS, seq, seq + 1, 1) for seq in range(RANKS.steps)]
-        store.journal.append([ReportGroup(stream, reports)], NOW + rank)
-        store.runs.update("ranks", wire.RunUpdate(state="finished"), NOW + 100)
-
-    return reported
+    more = {"layers": layers, "statistics": RANKS.keys, "watch": watch("plus")}
+    store.streams.create_stream(
+        "ranks", stream_create(f"ranks-{rank}", "launch-1", rank=rank, world_size=2, **more), NOW
+    )
+    stream = store.streams.stream_record(f"ranks-{rank}")
+    reports = [fleet.report_of(RANKS, seq, seq + 1, 1) for seq in range(RANKS.steps)]
+    store.journal.append([ReportGroup(stream, reports)], NOW + rank)
+    store.runs.update("ranks", wire.RunUpdate(state="finished"), NOW + 100)
 
 
 @pytest.mark.drawn
@@ -368,19 +334,16 @@ def launched_on_two_ranks(store):
 @pytest.mark.parametrize("published_before", [False, True])
 def test_what_a_rank_sent_late_is_in_the_same_rows(store, archived_before, published_before):
     """The first rank is sealed alone: the other's reports are parts of their own, of the same steps."""
-    reported = launched_on_two_ranks(store)
-    reported(0)
+    store.runs.create("p", wire.RunCreate(run_id="ranks"), NOW)
+    store.streams.create_attempt("ranks", wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
+    of_a_rank(store, 0)
     while store.sealing.seal("ranks", NOW + 10_000) or (archived_before and store.archiving.archive("ranks")):
         pass
     if published_before:
         publish(store, "p")
-    reported(1)
+    of_a_rank(store, 1)
     fleet.archive_all(store, [RANKS])
     done = publish(store, "p")
-    steps, values = rows(done.table)["ranks"]
-    points = layer_points(store, "ranks", fleet.KEYS, ALL)
-    assert points.ranks.tolist() == [2] * RANKS.steps
-    assert steps.tolist() == points.steps.tolist() == list(range(1, RANKS.steps + 1))
-    for key in fleet.KEYS:
-        np.testing.assert_array_equal(values[key], points.totals[key])
+    check(store, done.table, [RANKS])
+    assert layer_points(store, "ranks", fleet.KEYS[:1], ALL).ranks.tolist() == [2] * RANKS.steps
     assert publish(store, "p").added == 0

@@ -32,6 +32,19 @@ def edq_ratio(**more):
     return total("intended_effective_sum", **more) / total("intended_squared_sum", **more)
 
 
+def same(found, expected, rel):
+    """Two answers, but for the last bits of their numbers: how long an array is decides how numpy rounds."""
+    for name, held in msgspec.structs.asdict(expected).items():
+        known = pytest.approx(held, rel=rel, nan_ok=True) if isinstance(held, list) else held
+        assert getattr(found, name) == known, name
+
+
+def long_run(server):
+    """Of so many steps that, sealed, it is answered from coarse points."""
+    server.store.sealing.limits = LIMITS
+    server.filled(steps=range(1, 4 * LIMITS.points + 1))
+
+
 def test_a_point_a_step(filled):
     series = filled.series("edq_ratio")
     assert series.steps == series.first_steps == list(STEPS)
@@ -77,12 +90,13 @@ def test_a_module_type_that_is_not_there(filled):
         error = filled.get(f"/runs/r1/{route}&module_type=LayerNorm", status=404)
         assert error.field == "module_type"
         assert "Embedding, Linear" in error.message
-    assert (
-        filled.get("/runs/r1/series?metric=edq_ratio&layer=x&module_type=Linear", status=422).field == "module_type"
-    )
-    assert filled.get("/runs/r1/series?metric=loss&module_type=Linear", status=422).field == "layer"
-    none = "/runs/r1/series?metric=edq_ratio&module_type=Linear&pattern=embedding*"
-    assert filled.get(none, status=404).field == "pattern"
+    for query, status, field in (
+        ("edq_ratio&layer=x", 422, "module_type"),
+        ("loss", 422, "layer"),
+        ("edq_ratio&pattern=embedding*", 404, "pattern"),
+    ):
+        error = filled.get(f"/runs/r1/series?metric={query}&module_type=Linear", status=status)
+        assert error.field == field
 
 
 def test_tokens_are_the_newest_logged_at_or_before_the_step(server):
@@ -92,17 +106,14 @@ def test_tokens_are_the_newest_logged_at_or_before_the_step(server):
     assert server.series("edq_ratio", axis="tokens").positions == [None, 64.0, 64.0, 128.0, 128.0]
 
 
-def test_undefined_is_null(filled):
-    assert filled.series("edq_oracle_ratio").values == [None] * 5
-    assert filled.series("edq_oracle_ratio").low is None
-
-
-def test_zero_denominator_is_null(server):
+def test_undefined_and_a_zero_denominator_are_null(server):
     server.filled(steps=())
     values = block(10)
     values[STATISTICS.index("intended_squared_sum")] = 0.0
     server.reports([report(0, 10, values=values)])
     assert server.series("edq_ratio").values == [None]
+    undefined = server.series("edq_oracle_ratio")
+    assert (undefined.values, undefined.low) == ([None], None)
 
 
 def test_logged_scalars_keep_non_finite_values(server):
@@ -121,7 +132,7 @@ def test_a_logged_name_that_begins_as_a_metric_does_is_a_scalar(server):
     for name in ("grad_norm/encoder", "lost_window_ratio"):
         assert server.series(name).values == [scalars[name]]
         assert server.series(name, cursor="").steps == [60]
-        [run] = server.get(f"/compare?run=r1&metric={name}", wire.Comparison).runs
+        [run] = server.compare("r1", metric=name)
         assert run.series.values == [scalars[name]]
         assert server.get(f"/runs/r1/series?metric={name}&layer={LAYERS[0]}", status=422).field == "layer"
         assert server.get(f"/runs/r1/heatmap?metric={name}", status=422).field == "metric"
@@ -218,8 +229,7 @@ def test_histogram(filled):
 def test_compare_merges_over_everything(server):
     server.filled()
     server.filled("r2", "s1", steps=range(10, 30, 10))
-    answer = server.get("/compare?run=r1&run=r2&metric=edq_ratio", wire.Comparison)
-    first, second = answer.runs
+    first, second = server.compare("r1", "r2", metric="edq_ratio")
     assert first.merged["edq_ratio"] == pytest.approx(edq_ratio())
     assert first.merged["edq_ratio_low"] < first.merged["edq_ratio"] < first.merged["edq_ratio_high"]
     assert second.merged["edq_ratio"] == pytest.approx(edq_ratio(steps=[10, 20]))
@@ -232,8 +242,8 @@ def test_compare_merges_over_everything(server):
 def test_mean_scalars_are_of_the_last_twenty(server):
     server.filled(steps=())
     server.reports([report(i, i + 1, measured=False, scalars={"loss": float(i)}) for i in range(50)])
-    answer = server.get("/compare?run=r1&metric=loss", wire.Comparison)
-    assert answer.runs[0].mean_scalars["loss"] == sum(range(30, 50)) / 20
+    [run] = server.compare("r1", metric="loss")
+    assert run.mean_scalars["loss"] == sum(range(30, 50)) / 20
 
 
 def test_latest_names_the_worst_layers(filled):
@@ -278,14 +288,12 @@ def test_a_point_lacks_ranks_of_its_own_attempt_only(server, before, after):
     assert series.expected_ranks == [before] * 4 + [after] * 3
     assert series.world_size == after
     assert series.ranks == [before] * 4 + [after] * 2 + [1]
-    [run] = server.get("/compare?run=r1&metric=edq_ratio&to=70", wire.Comparison).runs
+    [run] = server.compare("r1", metric="edq_ratio", to=70)
     assert run.series.expected_ranks == [before] * 4 + [after] * 2
-    merged = server.series("edq_ratio", points=1, to=70)
-    assert (merged.ranks, merged.expected_ranks) == ([1], [1]), "no step of it lacks a rank"
-    merged = server.series("edq_ratio", points=1)
-    assert (merged.ranks, merged.expected_ranks) == ([1], [after])
-    beside = server.series("edq_ratio", layer=LAYERS[0])
-    assert beside.expected_ranks == series.expected_ranks
+    for more, expected in (({"to": 70}, [1]), ({}, [after])):
+        merged = server.series("edq_ratio", points=1, **more)
+        assert (merged.ranks, merged.expected_ranks) == ([1], expected), "up to 70 no step lacks a rank"
+    assert server.series("edq_ratio", layer=LAYERS[0]).expected_ranks == series.expected_ranks
 
 
 def test_replicas_beside_shards_of_one_rank(server):
@@ -314,24 +322,19 @@ def test_reports_of_one_step_merge(server):
 
 
 @pytest.mark.slow
-def test_a_layer_and_a_pattern_from_points_that_are_merged_already(server):
-    """Long runs answer from coarse levels: a layer's extremes are those over its single steps."""
-    store = server.app.state.collage.store
-    store.sealing.limits = LIMITS
-    server.filled(steps=range(1, 4 * LIMITS.points + 1))
+def test_a_layer_and_a_pattern_from_points_that_are_merged_already(server, monkeypatch):
+    """Long runs answer from coarse levels: a layer's extremes are those over its single steps.
+
+    Of very many steps no single one is read: 60,000 steps of 20,000 layers kept a server busy for five minutes.
+    """
+    long_run(server)
     server.seal()
     lost = server.series("lost_update_ratio", layer=LAYERS[1], points=4)
     assert lost.minimum == lost.maximum == pytest.approx(lost.values)
     both = server.series("edq_ratio", pattern="blocks.*", points=4)
     assert both.values == pytest.approx([edq_ratio(layers=slice(1, 3), steps=[1])] * 4)
-
-
-def test_layers_of_very_many_steps_are_merged_without_reading_each_step(server, monkeypatch):
-    """60,000 steps of 20,000 layers kept a server busy for more than five minutes."""
-    server.app.state.collage.store.sealing.limits = LIMITS
-    server.filled(steps=range(1, 4 * LIMITS.points + 1))
-    server.seal()
     each = server.series("edq_ratio", pattern="blocks.*", points=1)
+    assert each.minimum[0] is not None
     monkeypatch.setattr(store_reads, "_MOST_NUMBERS", 100)
     monkeypatch.setattr(store_reads, "_NUMBERS_AT_ONCE", 100)
     whole, pieces = (server.series("edq_ratio", pattern="blocks.*", points=n, **{"from": 0}) for n in (1, 12))
@@ -340,17 +343,15 @@ def test_layers_of_very_many_steps_are_merged_without_reading_each_step(server, 
     for coarse in (whole, pieces):
         assert (coarse.first_steps[0], coarse.steps[-1]) == (each.first_steps[0], each.steps[-1])
         assert coarse.minimum[0] is None
-    assert each.minimum[0] is not None
 
 
 def test_many_names_of_layers_are_looked_up_once_a_question(server, monkeypatch):
     """They were sent to the database again for each few steps that were read."""
     monkeypatch.setattr(run_view, "_MOST_NAMES", 1)
     monkeypatch.setattr(store_reads, "_STEPS_AT_ONCE", 2)
-    server.app.state.collage.store.sealing.limits = LIMITS
-    server.filled(steps=range(1, 4 * LIMITS.points + 1))
-    with statements_on(server.app.state.collage.store.engine) as asked:
-        server.series("edq_ratio", pattern="blocks.*", points=4)
+    server.filled(steps=range(1, 9))
+    with statements_on(server.store.engine) as asked:
+        server.series("edq_ratio", pattern="blocks.*", points=2)
     assert sum("layer.name" in statement for statement in asked) == 2, "to match the pattern, and to find them"
 
 
@@ -358,8 +359,7 @@ def test_many_names_of_layers_are_looked_up_once_a_question(server, monkeypatch)
 @pytest.mark.parametrize("together", [50, 4096])
 def test_layers_together_keep_extremes_and_interval_when_they_are_sealed(server, monkeypatch, together):
     monkeypatch.setattr(store_reads, "_STEPS_AT_ONCE", together)
-    server.app.state.collage.store.sealing.limits = LIMITS
-    server.filled(steps=range(1, 4 * LIMITS.points + 1))
+    long_run(server)
     layers: list[dict[str, Any]] = [{"pattern": "blocks.*"}, {"module_type": "Linear"}, {"pattern": "*"}]
     ranges: list[dict[str, Any]] = [{}, {"from": 9, "to": 120}]
     metrics = ("edq_ratio", "intended_norm")
@@ -370,23 +370,7 @@ def test_layers_together_keep_extremes_and_interval_when_they_are_sealed(server,
     for held, question in zip(before, asked, strict=True):
         after = server.series(points=4, **question)
         assert max(held.maximum) > min(held.minimum)
-        for name, values in msgspec.structs.asdict(held).items():
-            assert getattr(after, name) == (
-                pytest.approx(values, rel=1e-12) if isinstance(values, list) else values
-            )
-
-
-def of_few(seq, step, names):
-    values = block(step)[[STATISTICS.index(name) for name in names]]
-    return wire.Report(
-        seq=seq,
-        step=step,
-        time=1_700_000_000.0 + step,
-        statistic_count=len(names),
-        layer_count=len(LAYERS),
-        statistics=wire.array_to_bytes(values),
-        model=wire.array_to_bytes(values.sum(axis=1)),
-    )
+        same(after, held, rel=1e-12)
 
 
 @pytest.mark.slow
@@ -399,22 +383,22 @@ def test_runs_compared_together_are_what_each_is_alone(server):
     server.attempt("r4")
     few = ["measured_steps", "intended_squared_sum", "intended_effective_sum"]
     server.stream("r4", stream_id="s4", statistics=few)
-    server.reports([of_few(i, 10 * (i + 1), few) for i in range(2)], "s4")
+    places = [STATISTICS.index(name) for name in few]
+    for seq, step in enumerate((10, 20)):
+        values = block(step)[places]
+        totals = {"statistics": wire.array_to_bytes(values), "model": wire.array_to_bytes(values.sum(axis=1))}
+        counts = {"statistic_count": len(few), "layer_count": len(LAYERS)}
+        server.reports([wire.Report(seq=seq, step=step, time=1.7e9 + step, **counts, **totals)], "s4")
     runs = ["r1", "r2", "r3", "r4"]
     by_layer = (f"&layer={LAYERS[1]}", "&pattern=blocks.*", "&module_type=Linear&pattern=*1*")
     for more in ("", "&axis=time", "&from=20&to=40", "&rank=0&from=20", *by_layer):
         asked = [run for run in runs if run != "r3"] if more in by_layer else runs
-        path = "&".join(f"run={run}" for run in asked)
-        answer = server.get(f"/compare?{path}&metric=edq_ratio&points=4{more}", wire.Comparison)
-        assert [run.run_id for run in answer.runs] == asked
-        for run in answer.runs:
+        compared = server.compare(*asked, metric=f"edq_ratio&points=4{more}")
+        assert [run.run_id for run in compared] == asked
+        for run in compared:
             alone = server.get(f"/runs/{run.run_id}/series?metric=edq_ratio&points=4{more}", wire.Series)
-            # How long an array is decides how numpy rounds its last bit.
-            for name, held in msgspec.structs.asdict(alone).items():
-                assert getattr(run.series, name) == (
-                    pytest.approx(held, rel=1e-14, nan_ok=True) if isinstance(held, list) else held
-                )
-    merged = {run.run_id: run.merged for run in answer.runs}
+            same(run.series, alone, rel=1e-14)
+    merged = {run.run_id: run.merged for run in compared}
     assert "lost_update_ratio" in merged["r1"]
     assert "lost_update_ratio" not in merged["r4"]
 
@@ -422,6 +406,39 @@ def test_runs_compared_together_are_what_each_is_alone(server):
 def test_a_scalar_has_no_layers_in_a_comparison(filled):
     for more in (f"layer={LAYERS[0]}", "pattern=*", "module_type=Linear"):
         assert filled.get(f"/compare?run=r1&metric=loss&{more}", status=422).field == "layer"
-    [run] = filled.get("/compare?run=r1&metric=loss&from=20&to=40", wire.Comparison).runs
+    [run] = filled.compare("r1", metric="loss", **{"from": 20, "to": 40})
     assert run.series.steps == [20, 30, 40]
     assert filled.get("/compare?run=r1&metric=edq_ratio&rank=7", status=404).field == "rank"
+
+
+@pytest.mark.slow
+def test_several_metrics_are_answered_together_as_each_alone(server):
+    server.store.sealing.limits = LIMITS
+    steps = range(1, 70)
+    server.filled("r1", "s1", steps=steps)
+    server.filled("r2", "s2", steps=steps)
+    server.seal()
+    several = ["edq_ratio", "loss", "grad_norm", "state_decrement_ratio/exp_avg_sq"]
+    for chosen in ("", "&layer=blocks.0.weight", "&points=2", "&rank=0", "&axis=tokens&from=20"):
+        check_together(server, [metric for metric in several if metric != "loss" or "layer" not in chosen], chosen)
+
+
+def check_together(server, metrics, chosen):
+    asked = "&metric=".join(metrics)
+    alone = {metric: server.get(f"/runs/r1/series?metric={metric}{chosen}", wire.Series) for metric in metrics}
+    together = server.get(f"/runs/r1/series?metric={asked}{chosen}", wire.Series)
+    first, *others = metrics
+    assert list(together.more) == others
+    assert together.more == {metric: alone[metric] for metric in others}
+    assert msgspec.structs.replace(together, more=msgspec.UNSET) == alone[first]
+    compared = server.compare("r1", "r2", metric=f"{asked}{chosen}")
+    assert [run.run_id for run in compared] == ["r1", "r2"]
+    [beside] = server.compare("r1", metric=f"{first}{chosen}")
+    assert msgspec.structs.replace(compared[0].series, more=msgspec.UNSET) == beside.series
+    assert compared[0].series.more.keys() == set(others)
+
+
+def test_an_answer_about_one_metric_says_nothing_of_more(filled):
+    assert b'"more"' not in filled.get("/runs/r1/series?metric=edq_ratio").encode()
+    refused = filled.get("/runs/r1/series?metric=edq_ratio&metric=loss&cursor=", status=422)
+    assert (refused.code, refused.field) == ("unprocessable", "metric")

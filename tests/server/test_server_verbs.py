@@ -1,4 +1,4 @@
-"""The verbs about a server: `token` on its host and through the API; `status` of one that is well or not, or gone."""
+"""The verbs about a server: `token` on its host and through the API; `status`, whatever the server is like."""
 
 from __future__ import annotations
 

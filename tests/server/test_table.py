@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf, nan
 from urllib.parse import quote
 
@@ -26,14 +27,15 @@ from tests.waiting import PATIENCE_SECONDS, until
 @pytest.fixture
 def evaluate(server):
     """Evaluate what is due now, as the background thread does in its next round."""
-    server.app.state.collage.summariser.stop(60.0)
-    store = server.app.state.collage.store
-    return lambda: evaluate_due(store)
+    server.state.summariser.stop(PATIENCE_SECONDS)
+    return lambda: evaluate_due(server.store)
 
 
-def table(server, **query):
-    asked = "&".join(f"{name}={value}" for name, value in query.items())
-    return server.get(f"/run-table?{asked}", wire.RunTable)
+def table(server, path="/run-table", kind=wire.RunTable, **query):
+    return server.get(f"{path}?" + "&".join(f"{name}={value}" for name, value in query.items()), kind)
+
+
+groups = partial(table, path="/run-groups", kind=wire.RunGroups)
 
 
 def ids(page):
@@ -54,16 +56,28 @@ def losing(step, share):
     return values
 
 
+def reported(server, run_id, reports, passes=1, **more):
+    """A run with these reports, after which so many seconds pass."""
+    server.run(run_id, **more)
+    server.attempt(run_id, launch_id=f"l{run_id}")
+    server.stream(run_id, stream_id=f"s{run_id}", launch_id=f"l{run_id}")
+    server.reports(reports, f"s{run_id}")
+    server.clock.now += passes
+
+
+def say(server, said):
+    """Write what the overviews of these runs say, by column."""
+    with server.store.writing() as connection:
+        for run_id, values in said.items():
+            update_rows(connection, schema.run_summary, values, schema.run_summary.c.run_id == run_id)
+
+
 @pytest.mark.slow
 def test_rows_are_filtered_sorted_and_paged_by_the_server(server, evaluate):
     for place, (name, project) in enumerate((("alpha", "p"), ("beta", "q"), ("gamma", "p"))):
-        run_id = f"r{place}"
-        server.run(run_id, project=project, name=name, tags=[f"tag-{name}"], group="g" if place else None)
-        server.attempt(run_id, launch_id=f"l{place}")
-        server.stream(run_id, stream_id=f"s{place}", launch_id=f"l{place}")
         reports = [report(i, 10 + i, values=arrived(10 + i, 0.2 * (place + 1))) for i in range(3)]
-        server.reports(reports, f"s{place}")
-        server.clock.now += 1
+        told = {"name": name, "tags": [f"tag-{name}"], "group": "g" if place else None}
+        reported(server, f"r{place}", reports, project=project, **told)
     evaluate()
     assert ids(table(server)) == ["r2", "r1", "r0"]
     assert ids(table(server, sort="edq_ratio", descending="false")) == ["r0", "r1", "r2"]
@@ -87,27 +101,13 @@ def seeds(server, evaluate):
     """Two configurations of plain in two groups, three seeds and one, and one run of another project."""
     losses = {"a0": 2.0, "a1": 2.5, "a2": 3.0, "b0": 4.0, "c0": 1.0}
     for run_id, loss in losses.items():
-        server.run(
-            run_id,
-            project="q" if run_id == "c0" else "p",
-            group={"a": "low", "b": "high"}.get(run_id[0]),
-            seed=int(run_id[1]),
-            config={"lr": 0.1 if run_id[0] == "a" else 0.2, "data_seed": int(run_id[1])},
-        )
-        server.attempt(run_id, launch_id=f"l{run_id}")
-        server.stream(run_id, stream_id=f"s{run_id}", launch_id=f"l{run_id}")
-        share = 0.5 if run_id == "a1" else 1.0
-        server.reports(
-            [report(i, 10 + i, scalars={"loss": loss}, values=arrived(10 + i, share)) for i in range(3)],
-            f"s{run_id}",
-        )
-        server.clock.now += 1
+        values = [arrived(10 + i, 0.5 if run_id == "a1" else 1.0) for i in range(3)]
+        reports = [report(i, 10 + i, scalars={"loss": loss}, values=values[i]) for i in range(3)]
+        seed = int(run_id[1])
+        told = {"group": {"a": "low", "b": "high"}.get(run_id[0]), "seed": seed}
+        config = {"lr": 0.1 if run_id[0] == "a" else 0.2, "data_seed": seed}
+        reported(server, run_id, reports, project="q" if run_id == "c0" else "p", config=config, **told)
     evaluate()
-
-
-def groups(server, **query):
-    asked = "&".join(f"{name}={value}" for name, value in query.items())
-    return server.get(f"/run-groups?{asked}", wire.RunGroups)
 
 
 def listed(page):
@@ -152,12 +152,9 @@ def test_runs_that_differ_by_seed_alone_are_one_row(server, seeds, by, expected)
     ids=["against", "not known", "all healthy", "no EDQ", "negative EDQ"],
 )
 def test_the_run_that_has_most_against_it_speaks_for_its_group(server, seeds, said, speaks):
-    overview, run_id = schema.run_summary, schema.run_summary.c.run_id
-    with server.app.state.collage.store.writing() as connection:
-        for run, (health, edq) in said.items():
-            text = to_json(wire.Overview(run_id=run, health=health or "unknown", headline=f"headline of {run}"))
-            values = {"health": health, "edq_ratio": edq, "overview": text}
-            update_rows(connection, overview, values, run_id == run)
+    for run_id, (health, edq) in said.items():
+        text = to_json(wire.Overview(run_id=run_id, health=health or "unknown", headline=f"headline of {run_id}"))
+        say(server, {run_id: {"health": health, "edq_ratio": edq, "overview": text}})
     [row] = [entry.group for entry in groups(server, by="group").rows if entry.group.groups == ["low"]]
     assert row.headline == f"headline of {speaks}"
 
@@ -166,10 +163,7 @@ def test_the_run_that_has_most_against_it_speaks_for_its_group(server, seeds, sa
 def test_runs_and_groups_stand_by_how_grave_their_health_is(server, seeds):
     """By the letter, decay that is lost came behind healthy runs, and runs that are not known before sick ones."""
     said = {"a0": "healthy", "a1": "unknown", "a2": "decay is lost", "b0": "not finite", "c0": None}
-    overview, run_id = schema.run_summary, schema.run_summary.c.run_id
-    with server.app.state.collage.store.writing() as connection:
-        for run, health in said.items():
-            update_rows(connection, overview, {"health": health}, run_id == run)
+    say(server, {run_id: {"health": health} for run_id, health in said.items()})
     graver = {"sort": "health", "descending": "true"}
     assert ids(table(server, **graver)) == ["b0", "a2", "a1", "a0", "c0"]
     assert ids(table(server, sort="health", descending="false")) == ["a0", "a1", "a2", "b0", "c0"]
@@ -234,37 +228,26 @@ def test_a_run_is_due_again_when_something_came_and_gone_with_its_run(server, ev
 def test_what_another_release_said_is_said_anew(server, evaluate, monkeypatch):
     """Of a finished run nothing comes any more: its words stayed those of the release that it ended under."""
     server.filled("r1", "s1")
-    app_state = server.app.state.collage
     assert evaluate() == ["r1"]
+    with server.store.writing() as connection:
+        assert connection.execute(select(schema.run_summary.c.made_by)).scalar_one() == MADE_BY
+    assert f"{collage_monitor.__version__}/{WORDS_VERSION}" == MADE_BY, "the contract counts changes of words"
     said = server.get("/runs/r1/overview", wire.Overview)
-    table = schema.run_summary
-    old = {
-        "made_by": "another",
-        "made_at": 1.0,
-        "overview": to_json(msgspec.structs.replace(said, headline="old words")),
-    }
-    with app_state.store.writing() as connection:
-        connection.execute(table.update().values(old))
+    old = {"made_by": "another", "made_at": 1.0}
+    old["overview"] = to_json(msgspec.structs.replace(said, headline="old words"))
+    with server.store.writing() as connection:
+        connection.execute(schema.run_summary.update().values(old))
     assert server.get("/runs/r1/overview", wire.Overview) == said
-    with app_state.store.writing() as connection:
-        connection.execute(table.update().values({**old, "made_by": None, "made_at": None}))
-    app_state.summariser.stopping.clear()
-    app_state.summariser.keep_overviews()
-    (row,) = server.get("/run-table", wire.RunTable).rows
+    with server.store.writing() as connection:
+        connection.execute(schema.run_summary.update().values({**old, "made_by": None, "made_at": None}))
+    server.state.summariser.stopping.clear()
+    server.state.summariser.keep_overviews()
+    (row,) = table(server).rows
     assert row.overview == said
 
 
-def test_overviews_tell_release_and_words_that_they_were_made_by(server, evaluate):
-    """Words may change between releases: the contract counts them."""
-    server.filled("r1", "s1")
-    assert evaluate() == ["r1"]
-    with server.app.state.collage.store.writing() as connection:
-        assert connection.execute(select(schema.run_summary.c.made_by)).scalar_one() == MADE_BY
-    assert f"{collage_monitor.__version__}/{WORDS_VERSION}" == MADE_BY
-
-
 def test_a_run_that_the_thread_has_not_evaluated_is_evaluated_on_request(server):
-    server.app.state.collage.summariser.stop(PATIENCE_SECONDS)
+    server.state.summariser.stop(PATIENCE_SECONDS)
     server.filled("r1", "s1")
     assert server.get("/runs/r1/overview", wire.Overview).last_step == 50
 
@@ -296,24 +279,13 @@ def test_a_loss_that_is_not_finite_is_told_with_its_first_step(server, evaluate,
         ((0.96, 0.96, 0.96), (0.9, 0.9, 0.9), 310, ", since step 310; all 3 layers changed then"),
         ((0.9, 0.9, 0.9), (0.82, 0.82, 0.82), None, "(10), more since step 310; all 3 layers changed then"),
     ],
-    ids=[
-        "one layer fell",
-        "always lost, one layer a little more",
-        "a little lost, within the bound, then more",
-        "lost more",
-    ],
+    ids=["one layer fell", "one layer a little more", "a little, within the bound, then more", "lost more"],
 )
 def test_since_when_is_that_of_the_loss_and_not_of_some_change(server, evaluate, before, after, since, told):
-    server.run()
-    server.attempt()
-    server.stream(stream_id="s1")
     noise = np.random.default_rng(0).normal(0, 0.004, (60, len(LAYERS)))
-    reports = []
-    for place in range(60):
-        step = 10 * (place + 1)
-        shares = np.array(before if step < 310 else after) + noise[place]
-        reports.append(report(place, step, values=losing(step, shares)))
-    server.reports(reports, "s1")
+    shares = [np.array(before if step < 310 else after) + noise[step // 10 - 1] for step in range(10, 610, 10)]
+    reports = [report(i, 10 * i + 10, values=losing(10 * i + 10, share)) for i, share in enumerate(shares)]
+    reported(server, "r1", reports)
     evaluate()
     found = server.get("/runs/r1/overview", wire.Overview)
     assert found.since == since
@@ -356,9 +328,7 @@ def test_people_say_which_runs_count_as_one(server, seeds):
 
 def test_since_when_is_the_newest_change_that_matters_to_the_step_while_a_run_lives(server, evaluate):
     """It kept "since step 10" of a run that fell further, and placed a fall of a long run to hundreds of steps."""
-    server.run()
-    server.attempt()
-    server.stream(stream_id="s1")
+    reported(server, "r1", [])
     levels = {0: 0.99, 2010: 0.6, 3010: 0.99, 4370: 0.3}
     noise = np.random.default_rng(0).normal(0, 0.004, (600, len(LAYERS)))
     said = []
@@ -368,7 +338,7 @@ def test_since_when_is_the_newest_change_that_matters_to_the_step_while_a_run_li
             step = 10 * (place + 1)
             level = levels[max(at for at in levels if at <= step)]
             reports.append(report(place, step, values=losing(step, level + noise[place])))
-        server.reports(reports, "s1")
+        server.reports(reports, "sr1")
         evaluate()
         found = server.get("/runs/r1/overview", wire.Overview)
         said.append((found.since, [(change.step, round(change.after, 1)) for change in found.changes]))
@@ -410,13 +380,10 @@ def configured(server, evaluate):
         {"optimizer": {"lr": 2}, "arch": "lstm-1"},
     ]
     for place, config in enumerate(configs):
-        server.run(f"r{place}", name=f"run-{place}", config=config, tags=["long"] if place == 0 else [])
-        server.attempt(f"r{place}", launch_id=f"l{place}")
-        server.stream(f"r{place}", stream_id=f"s{place}", launch_id=f"l{place}")
         values = [arrived(10 + i, (0.2, 0.4, 1.0)[place]) for i in range(3)]
         reports = [report(i, 10 + i, scalars={"loss": 1.0 + place}, values=values[i]) for i in range(3)]
-        server.reports(reports, f"s{place}")
-        server.clock.now += 60
+        tags = ["long"] if place == 0 else []
+        reported(server, f"r{place}", reports, passes=60, name=f"run-{place}", config=config, tags=tags)
     evaluate()
 
 
@@ -432,35 +399,28 @@ def test_conditions_hold_for_columns_and_for_entries_of_the_configuration(server
     assert opened.rows[1].run.config == {"depth": 12}
 
 
-@pytest.mark.parametrize(
-    "text", ["lr", "> 3", "loss > high", "arch < gpt", "age < 3", 'a"b = 1', "tag > x", "age ~ 2d"]
-)
-def test_a_condition_that_cannot_be_read_is_told_with_what_to_write(server, text):
-    answer = server.get(f"/run-table?where={quote(text)}", status=422)
-    assert answer.field == "where"
-    assert text in answer.message
+def test_a_condition_that_cannot_be_read_is_told_with_what_to_write(server):
+    for text in ("lr", "> 3", "loss > high", "arch < gpt", "age < 3", 'a"b = 1', "tag > x", "age ~ 2d"):
+        answer = server.get(f"/run-table?where={quote(text)}", status=422)
+        assert (answer.field, text in answer.message) == ("where", True), text
 
 
+@pytest.mark.slow
 def test_views_are_saved_by_project_under_a_name_replaced_and_deleted(server):
-    for project, name, search in (
-        ("a/b", "failed", "state=failed"),
-        ("p", "mine", "q=x"),
-        ("p", "mine", "q=y&by=strategy"),
-    ):
+    def save(project, name, search, status=201):
         create = wire.SavedViewCreate(name=name, search=search)
-        server.post(f"/projects/{project}/views", create, wire.SavedView, status=201)
+        return server.post(f"/projects/{project}/views", create, wire.SavedView, status)
+
+    kept = [("a/b", "failed", "state=failed"), ("p", "mine", "q=y&by=strategy")]
+    for view in (kept[0], ("p", "mine", "q=x"), kept[1]):
+        save(*view)
     views = server.get("/views", wire.SavedViewList).views
-    assert [(view.project, view.name, view.search) for view in views] == [
-        ("a/b", "failed", "state=failed"),
-        ("p", "mine", "q=y&by=strategy"),
-    ]
+    assert [(view.project, view.name, view.search) for view in views] == kept
     assert server.get("/views?project=p", wire.SavedViewList).views == views[1:]
     assert server.send("DELETE", "/projects/p/views?name=mine", None, wire.SavedViewList).views == []
     for number in range(200):
-        server.post(
-            "/projects/p/views", wire.SavedViewCreate(name=str(number), search=""), wire.SavedView, status=201
-        )
-    refused = server.post("/projects/p/views", wire.SavedViewCreate(name="one more", search=""), status=422)
+        save("p", str(number), "")
+    refused = save("p", "one more", "", 422)
     assert (refused.limit, "delete one" in refused.message) == (200, True)
-    for wrong in (wire.SavedViewCreate(name="", search=""), wire.SavedViewCreate(name="a", search="a b")):
-        server.post("/projects/p/views", wrong, status=422)
+    for name, search in (("", ""), ("a", "a b")):
+        save("p", name, search, 422)
