@@ -27,6 +27,7 @@ from schemathesis.generation import GenerationMode
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
+from tests.server.conftest import Clock, Server
 from tests.server.samples import report, stream_create
 
 MEMORY_BYTES = 400 * 2**20
@@ -34,23 +35,16 @@ MEMORY_BYTES = 400 * 2**20
 KEYS = ["code", "message", "field", "limit", "request_id"]
 METRICS = ("edq_ratio", "lost_update_ratio", "state_decrement_ratio/exp_avg_sq", "loss")
 POSTS = (
-    "/projects/{project}/runs",
-    "/runs/{run_id}/attempts",
-    "/runs/{run_id}/streams",
-    "/streams/{stream_id}/reports",
-    "/tokens",
-    "/alerts/alertmanager",
-    "/silences",
-    "/projects/{project}/views",
+    *("/projects/{project}/runs", "/runs/{run_id}/attempts", "/runs/{run_id}/streams"),
+    *("/streams/{stream_id}/reports", "/tokens", "/alerts/alertmanager", "/silences", "/projects/{project}/views"),
 )
 
 
-class Target:
+class Target(Server):
     """A filled server, and what it has answered so far."""
 
     def __init__(self, client, app):
-        self.client = client
-        self.app = app
+        super().__init__(client, Clock(), app)
         self.statuses: Counter[int] = Counter()
         self.generation = 0
         self.fill()
@@ -58,25 +52,13 @@ class Target:
     def fill(self):
         """A run with one stream and a few reports, under ids not used before."""
         self.generation += 1
-        self.ids = {"project": "p", "run_id": f"r{self.generation}", "stream_id": f"s{self.generation}"}
-        stream = stream_create(self.ids["stream_id"], "launch")
-        batch = wire.ReportBatch(reports=[report(i, i + 1) for i in range(3)])
-        for path, message in zip(
-            POSTS,
-            (
-                wire.RunCreate(run_id=self.ids["run_id"]),
-                wire.AttemptCreate(launch_id="launch", first_step=1),
-                stream,
-                batch,
-            ),
-            strict=False,
-        ):
-            answer = self.post(path, wire.encode_message(message), {"Content-Type": wire.MSGPACK})
-            assert answer.status_code < 300, answer.text
+        run_id, stream_id = f"r{self.generation}", f"s{self.generation}"
+        self.ids = {"project": "p", "run_id": run_id, "stream_id": stream_id}
+        self.filled(run_id, stream_id, steps=range(1, 4))
 
-    def post(self, path, content, headers):
-        filled = path.format(**self.ids)
-        return self.client.request("POST", "/api/v1" + filled, content=content, headers=headers)
+    def posted(self, path, content, headers):
+        """The answer, whatever it is."""
+        return self.client.post("/api/v1" + path.format(**self.ids), content=content, headers=headers)
 
     def check(self, answer):
         """Hold what must be true of every answer."""
@@ -127,18 +109,16 @@ def described(target, cases, seed):
     operations = [found.ok() for found in schema.get_all_operations() if isinstance(found, Ok)]
     assert len(operations) == sum(map(len, target.app.openapi()["paths"].values()))
     for index, operation in enumerate(operations):
-        drawn = st.one_of(
-            operation.as_strategy(GenerationMode.POSITIVE), operation.as_strategy(GenerationMode.NEGATIVE)
-        )
+        modes = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+        drawn = st.one_of([operation.as_strategy(mode) for mode in modes])
 
         @many(cases // len(operations), seed + index)
         @hypothesis.given(case=drawn, known=st.booleans(), metric=st.sampled_from(METRICS))
         def ask(case, known, metric):
             if known:
                 case.path_parameters |= {n: v for n, v in target.ids.items() if n in case.path_parameters}
-                case.query |= {
-                    n: v for n, v in (("metric", metric), ("run", [target.ids["run_id"]])) if n in case.query
-                }
+                known_query = {"metric": metric, "run": [target.ids["run_id"]]}
+                case.query |= {n: v for n, v in known_query.items() if n in case.query}
             sent = case.as_transport_kwargs(base_url="http://127.0.0.1")
             sent.pop("cookies", None)
             headers = {name: value for name, value in (sent.pop("headers", None) or {}).items() if sendable(value)}
@@ -172,9 +152,7 @@ BYTES = st.one_of(
     st.binary(max_size=2000),
     st.text(max_size=500).map(lambda text: text.encode("utf-8", "surrogatepass")),
     st.lists(NESTED | LEAVES, max_size=4).map(lambda value: json.dumps(value).encode()),
-    st.dictionaries(st.text(max_size=10), NESTED | LEAVES, max_size=4).map(
-        lambda value: json.dumps(value).encode()
-    ),
+    st.dictionaries(st.text(max_size=10), NESTED | LEAVES, max_size=4).map(lambda held: json.dumps(held).encode()),
     st.sampled_from(range(len(LARGE))).map(LARGE.__getitem__),
 )
 
@@ -186,7 +164,7 @@ def raw(target, cases, seed):
     @hypothesis.given(path=st.sampled_from(POSTS), headers=HEADERS, body=BYTES, honest=st.booleans())
     def send(path, headers, body, honest):
         content = gzip.compress(body) if headers["Content-Encoding"] == "gzip" and honest else body
-        target.check(target.post(path, content, headers))
+        target.check(target.posted(path, content, headers))
 
     send()
 
@@ -194,19 +172,16 @@ def raw(target, cases, seed):
 def mutated(target, cases, seed):
     """The agent's messages with bytes of their msgpack changed, cut out, doubled or inserted."""
     numbers = random.Random(seed)
+    gap = wire.ReportGap(first_seq=900, last_seq=901, reason="full")
     for index in range(cases):
+        alert = wire.AlertmanagerAlert(status="firing", labels={"run_id": target.ids["run_id"]})
         messages = (
             wire.RunCreate(run_id=f"fuzz-{index % 50}", config={"lr": 1e-3, "x": [1, "a", None]}, tags=["t"]),
             wire.AttemptCreate(launch_id="launch", first_step=1),
             stream_create(f"fuzz-{index % 50}-s", "launch"),
-            wire.ReportBatch(
-                reports=[report(3 + index % 100, 5)],
-                gaps=[wire.ReportGap(first_seq=900, last_seq=901, reason="full")],
-            ),
+            wire.ReportBatch(reports=[report(3 + index % 100, 5)], gaps=[gap]),
             wire.TokenCreate(name="n", role="read", projects=["p"]),
-            wire.AlertmanagerMessage(
-                alerts=[wire.AlertmanagerAlert(status="firing", labels={"run_id": target.ids["run_id"]})]
-            ),
+            wire.AlertmanagerMessage(alerts=[alert]),
             wire.SilenceCreate(seconds=60.0, run_id=target.ids["run_id"]),
             wire.SavedViewCreate(name=f"view {index % 50}", search="strategy=plain&sort=name"),
         )
@@ -214,7 +189,7 @@ def mutated(target, cases, seed):
         body = bytearray(wire.encode_message(messages[place]))
         for _ in range(numbers.choice((1, 1, 2, 5))):
             mutate(body, numbers)
-        target.check(target.post(POSTS[place], bytes(body), {"Content-Type": wire.MSGPACK}))
+        target.check(target.posted(POSTS[place], bytes(body), {"Content-Type": wire.MSGPACK}))
 
 
 def mutate(body, numbers):
@@ -243,7 +218,7 @@ def fuzz(folder, cases, seed, **settings):
         mutated(reached, cases - sum(reached.statuses.values()), seed + 2000)
         grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         assert grown < MEMORY_BYTES, f"the process grew by {grown / 2**20:.0f} MiB"
-        assert reached.app.state.collage.memory.bodies.bytes == 0
+        assert reached.state.memory.bodies.bytes == 0
         assert reached.client.get("/readyz").status_code == 200
         reached.fill()
         return reached.statuses, grown

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 
 from collage_monitor import wire
 from collage_monitor.statistics import merge_shards
 
-STATISTICS = [
-    "measured_steps",
-    "elements",
-    "sampled",
-    "active_blocks",
-    "nonfinite",
-    "idle",
-    "lost",
-    "lost_visible",
-    "unchanged",
-    "intended_squared_sum",
-    "intended_effective_sum",
-    "effective_squared_sum",
-    "intended_visible_sum",
-    "gradient_squared_sum",
-    "parameter_squared_sum",
-    "update_ulp_histogram/-3",
-    "update_ulp_histogram/0",
-    "state_decrement_observed_sum/exp_avg_sq",
-    "state_decrement_intended_sum/exp_avg_sq",
-    "variance_numerator/edq_ratio",
-    "variance_denominator/edq_ratio",
-    "covariance/edq_ratio",
-]
+VALUES: dict[str, Callable[..., Any]] = {
+    "measured_steps": lambda step, scale, depth: 1,
+    "elements": lambda step, scale, depth: 128,
+    "sampled": lambda step, scale, depth: 64,
+    "active_blocks": lambda step, scale, depth: 30,
+    "nonfinite": lambda step, scale, depth: 0,
+    "idle": lambda step, scale, depth: 8,
+    "lost": lambda step, scale, depth: 10 * scale,
+    "lost_visible": lambda step, scale, depth: 11 * scale,
+    "unchanged": lambda step, scale, depth: 20 * scale,
+    "intended_squared_sum": lambda step, scale, depth: scale * (1 + step % 7),
+    "intended_effective_sum": lambda step, scale, depth: scale * (1 + step % 7) * (0.9 - 0.1 * depth),
+    "effective_squared_sum": lambda step, scale, depth: scale * (1 + step % 7),
+    "intended_visible_sum": lambda step, scale, depth: 0.5 * scale,
+    "gradient_squared_sum": lambda step, scale, depth: 2.0 * scale,
+    "parameter_squared_sum": lambda step, scale, depth: 100.0 + step,
+    "update_ulp_histogram/-3": lambda step, scale, depth: 10.0,
+    "update_ulp_histogram/0": lambda step, scale, depth: 110.0,
+    "state_decrement_observed_sum/exp_avg_sq": lambda step, scale, depth: -0.25 * scale,
+    "state_decrement_intended_sum/exp_avg_sq": lambda step, scale, depth: -1.0 * scale,
+    "variance_numerator/edq_ratio": lambda step, scale, depth: 0.01 * scale,
+    "variance_denominator/edq_ratio": lambda step, scale, depth: 0.02 * scale,
+    "covariance/edq_ratio": lambda step, scale, depth: 0.001 * scale,
+}
+"""Of a step, its layers' scales, and their places."""
+STATISTICS = [*VALUES]
 LAYERS = ["embedding.weight", "blocks.0.weight", "blocks.1.weight"]
 
 
@@ -43,31 +47,9 @@ def layer(name, replica=0):
 
 def block(step, rank=0, layers=3):
     """[statistic][layer] of one step: every number differs by layer, step and rank, all positive."""
-    at = {name: i for i, name in enumerate(STATISTICS)}
-    values = np.zeros((len(STATISTICS), layers))
-    scale = np.arange(1, layers + 1) * (1.0 + rank)
-    values[at["measured_steps"]] = 1
-    values[at["elements"]] = 128
-    values[at["sampled"]] = 64
-    values[at["active_blocks"]] = 30
-    values[at["idle"]] = 8
-    values[at["lost"]] = 10 * scale
-    values[at["lost_visible"]] = 11 * scale
-    values[at["unchanged"]] = 20 * scale
-    values[at["intended_squared_sum"]] = scale * (1 + step % 7)
-    values[at["intended_effective_sum"]] = scale * (1 + step % 7) * (0.9 - 0.1 * np.arange(layers))
-    values[at["effective_squared_sum"]] = scale * (1 + step % 7)
-    values[at["intended_visible_sum"]] = 0.5 * scale
-    values[at["gradient_squared_sum"]] = 2.0 * scale
-    values[at["parameter_squared_sum"]] = 100.0 + step
-    values[at["update_ulp_histogram/-3"]] = 10.0
-    values[at["update_ulp_histogram/0"]] = 110.0
-    values[at["state_decrement_observed_sum/exp_avg_sq"]] = -0.25 * scale
-    values[at["state_decrement_intended_sum/exp_avg_sq"]] = -1.0 * scale
-    values[at["variance_numerator/edq_ratio"]] = 0.01 * scale
-    values[at["variance_denominator/edq_ratio"]] = 0.02 * scale
-    values[at["covariance/edq_ratio"]] = 0.001 * scale
-    return values
+    depth = np.arange(layers)
+    scale = (depth + 1) * (1.0 + rank)
+    return np.array([np.zeros(layers) + value(step, scale, depth) for value in VALUES.values()])
 
 
 def model_of(values):
@@ -105,10 +87,6 @@ def watch(strategy="plain", **more):
 
 
 def stream_create(stream_id="s0", launch_id="launch-1", rank=0, world_size=1, replica=0, **more):
-    given = {
-        "layers": [layer(name, replica) for name in LAYERS],
-        "statistics": STATISTICS,
-        "process_id": 4000 + rank,
-        "watch": watch(),
-    } | more
+    given = {"layers": [layer(name, replica) for name in LAYERS], "statistics": STATISTICS, "watch": watch()}
+    given |= {"process_id": 4000 + rank} | more
     return wire.StreamCreate(stream_id=stream_id, launch_id=launch_id, rank=rank, world_size=world_size, **given)

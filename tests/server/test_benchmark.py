@@ -27,9 +27,8 @@ pytestmark = pytest.mark.slow
 
 
 def declared(shape):
-    return stream_create(
-        layers=[layer(f"layer.{i}") for i in range(shape.layers)], statistics=list(shape.statistics)
-    )
+    layers = [layer(f"layer.{i}") for i in range(shape.layers)]
+    return stream_create(layers=layers, statistics=list(shape.statistics))
 
 
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=lambda shape: shape.name)
@@ -73,11 +72,10 @@ def test_a_copied_run_of_the_query_benchmark_is_as_if_it_had_been_sealed(tmp_pat
     store = UnsyncedStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
     store.open()
     populate(store, families, 0)
-    found = {
-        run: layer_points(store, run, ("lost",), Selection(), ["layer.100"]) for run in ("layers-0", "layers-1")
-    }
-    assert len(found["layers-0"].steps) == 300
-    assert found["layers-0"].totals["lost"].tolist() == found["layers-1"].totals["lost"].tolist()
+    runs = ("layers-0", "layers-1")
+    sealed, copied = (layer_points(store, run, ("lost",), Selection(), ["layer.100"]) for run in runs)
+    assert len(sealed.steps) == 300
+    assert sealed.totals["lost"].tolist() == copied.totals["lost"].tolist()
     assert store.streams.of_run("layers-1")[0].stream_id == "layers-1-0"
     store.close()
     with closing(sqlite3.connect(tmp_path / "collage.sqlite")) as connection:
@@ -127,10 +125,8 @@ def test_an_answer_that_differs_fails_the_benchmark_of_archives(tmp_path):
         for store, seed in zip(stores, (0, 0, 1), strict=True):
             filled(store, "run", 2, reports(2, 70, seed))
         first, same, other = (partial(ask, store, question) for store in stores)
-        assert {kind: len(taken) for kind, taken in in_turns({"a": first, "b": same}, 2).items()} == {
-            "a": 2,
-            "b": 2,
-        }
+        taken = in_turns({"a": first, "b": same}, 2)
+        assert {kind: len(times) for kind, times in taken.items()} == {"a": 2, "b": 2}
         with pytest.raises(RuntimeError, match="has another answer"):
             in_turns({"a": first, "b": other}, 2)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from collage_server.alerts import Messenger
 from collage_server.alerts.targets import Target
-from collage_server.app import create_app
 from collage_server.auth.administration import end_sessions, open_session
 from collage_server.auth.principals import Person, TokenDirectory
 from collage_server.clock import DatabaseClock
@@ -19,10 +18,9 @@ from collage_server.errors import BadRequest
 from collage_server.settings import Settings
 from collage_server.store import IncidentQuery, LogOut, NewEvent, RunQuery, SqliteStore, state_at
 from collage_server.store.runs.run_summary import SummaryStore
-from starlette.testclient import TestClient
 
 from collage_monitor import wire
-from tests.server.conftest import NOW, Clock, Server, running
+from tests.server.conftest import NOW, Clock, running
 from tests.server.migrated import put_migrated
 from tests.server.reads import due_runs
 from tests.server.store.incidents import LOW
@@ -30,6 +28,12 @@ from tests.server.store.incidents import LOW
 DAY = 86_400.0
 AHEAD, BEHIND = 3 * DAY, -3 * DAY
 STALE = 600.0
+
+
+@pytest.fixture(params=[AHEAD, BEHIND], ids=["ahead", "behind"])
+def off(request):
+    """Seconds that the server's clock was off."""
+    return request.param
 
 
 def opened(folder):
@@ -47,29 +51,16 @@ def store(tmp_path):
     found.close()
 
 
-@pytest.mark.parametrize("off", [AHEAD, BEHIND])
 def test_lease_of_alerts_and_of_messages(store, off):
     for name in ("alerts", "messages"):
         assert store.incidents.take_lease(name, "killed", NOW + off, 60.0)
         assert store.incidents.take_lease(name, "restarted", NOW, 60.0)
 
 
-def silence(made_at):
-    return wire.Silence(
-        silence_id="s",
-        alert=LOW.alert,
-        project=None,
-        run_id=None,
-        comment="",
-        made_by="t",
-        made_at=made_at,
-        ends_at=made_at + 3600,
-    )
-
-
-@pytest.mark.parametrize("off", [AHEAD, BEHIND])
 def test_silence(store, off):
-    store.incidents.silence(silence(NOW + off))
+    whole = {"silence_id": "s", "project": None, "run_id": None, "comment": "", "made_by": "t"}
+    made_at = NOW + off
+    store.incidents.silence(wire.Silence(**whole, alert=LOW.alert, made_at=made_at, ends_at=made_at + 3600))
     store.incidents.fire(LOW, NOW)
     (fired,) = store.incidents.read(IncidentQuery(alert=LOW.alert), NOW)
     assert not fired.silenced
@@ -78,24 +69,16 @@ def test_silence(store, off):
     assert told.state == "resolved"
 
 
-PERSON = Person("ada", "Ada", (wire.Grant(role="read", projects=None),))
-
-
-def has_session(store, tmp_path, began_at):
-    settings = Settings(folder=tmp_path, no_auth=True, session_seconds=12 * 3600.0)
-    made = open_session(store.access, PERSON, settings, began_at, "oidc")
-    directory = TokenDirectory(store.access, None, clock=lambda: NOW)
-    return asyncio.run(directory.principal(made.secret.encode())) is not None
-
-
-@pytest.mark.parametrize("off", [AHEAD, BEHIND])
 def test_session_of_a_person(store, tmp_path, off):
-    assert has_session(store, tmp_path, NOW)
-    assert has_session(store, tmp_path, NOW + 60), "clocks of two servers differ a little"
-    assert not has_session(store, tmp_path, NOW + off)
+    """Clocks of two servers differ a little."""
+    settings = Settings(folder=tmp_path, no_auth=True, session_seconds=12 * 3600.0)
+    person = Person("ada", "Ada", (wire.Grant(role="read", projects=None),))
+    for began_at, counts in ((NOW, True), (NOW + 60, True), (NOW + off, False)):
+        made = open_session(store.access, person, settings, began_at, "oidc")
+        directory = TokenDirectory(store.access, None, clock=lambda: NOW)
+        assert (asyncio.run(directory.principal(made.secret.encode())) is not None) == counts
 
 
-@pytest.mark.parametrize("off", [AHEAD, BEHIND])
 def test_log_out_token_of_a_provider(store, off):
     """It says itself until when it holds: kept that long, it counts once."""
     taken = LogOut(b"1" * 32, NOW + 120, "ada", None)
@@ -104,14 +87,11 @@ def test_log_out_token_of_a_provider(store, off):
         end_sessions(store.access, taken, NOW)
 
 
-@pytest.mark.parametrize("off", [AHEAD, BEHIND])
 def test_sign_of_life_of_a_run(tmp_path, off):
     """Of a run that ended in silence alerts would wait for three days before they say that it stalled."""
     put_migrated(tmp_path)
-    clock = Clock(NOW + off)
-    app = create_app(Settings(folder=tmp_path, no_auth=True), clock=clock)
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        Server(client, clock, app).filled()
+    with running(Settings(folder=tmp_path, no_auth=True), Clock(NOW + off)) as server:
+        server.filled()
     for passed, state in ((0.0, "running" if off > 0 else "stale"), (STALE + 1, "stale")):
         store = opened(tmp_path)
         store.runs.bring_back(NOW)
@@ -123,30 +103,22 @@ def test_sign_of_life_of_a_run(tmp_path, off):
 
 def test_a_server_brings_signs_of_life_back_when_it_starts(tmp_path, caplog):
     put_migrated(tmp_path)
-    for off, shown in ((AHEAD, True), (0.0, True), (STALE + 1, False)):
-        clock = Clock(NOW + off)
-        with running(Settings(folder=tmp_path, no_auth=True), clock=clock) as server:
-            if off == AHEAD:
+    for passed, shown in ((AHEAD, True), (0.0, True), (STALE + 1, False)):
+        with running(Settings(folder=tmp_path, no_auth=True), Clock(NOW + passed)) as server:
+            if passed == AHEAD:
                 server.filled()
             assert ('run_id="r1"' in server.get("/metrics")) == shown
     assert caplog.text.count("a clock was ahead") == 1
 
 
-def event_count(store):
-    with store.points.snapshot() as snapshot:
-        return snapshot.event_count("r1")[0]
-
-
-@pytest.mark.parametrize("off", [AHEAD, BEHIND])
 def test_retention_of_events_incidents_and_the_audit_log(store, off):
     """By their age: what is dated ahead stays as much longer, what is dated behind goes as much sooner."""
     for name in ("first", "second"):
         store.events.add("r1", [NewEvent(origin=name, kind="retention", text=name)], NOW + off)
-    kept_days = 5
-    store.expiry.expire(NOW - kept_days * DAY, NOW)
-    assert event_count(store) == 2
-    store.expiry.expire(NOW + off + 1, NOW)
-    assert event_count(store) == 1
+    for until, left in ((NOW - 5 * DAY, 2), (NOW + off + 1, 1)):
+        store.expiry.expire(until, NOW)
+        with store.points.snapshot() as snapshot:
+            assert snapshot.event_count("r1")[0] == left
 
 
 class Refusing(Target):
@@ -160,7 +132,6 @@ class Refusing(Target):
         raise OSError
 
 
-@pytest.mark.parametrize("off", [AHEAD, BEHIND])
 def test_message_about_an_incident(store, off):
     """However old it seems, it is tried; a pause that was begun by a clock that was ahead holds nothing back."""
     store.incidents.fire(replace(LOW, started_at=NOW + off), NOW + off)
@@ -179,7 +150,6 @@ def test_message_about_an_incident(store, off):
     assert target.asked == before + 1
 
 
-@pytest.mark.parametrize("off", [AHEAD, BEHIND])
 def test_what_other_code_evaluated(store, off, monkeypatch):
     """What a clock that was ahead has dated would not be made anew after an upgrade."""
     assert due_runs(store)
@@ -202,18 +172,19 @@ def test_the_clock_of_a_database_goes_on_whatever_becomes_of_the_machine_s(store
 
 
 KINDS = {
-    "lease of alerts, of messages": test_lease_of_alerts_and_of_messages,
-    "silence": test_silence,
-    "session of a person": test_session_of_a_person,
-    "log-out token of a provider": test_log_out_token_of_a_provider,
-    "sign of life of a run": test_sign_of_life_of_a_run,
-    "retention of points, events, incidents, the audit log": (test_retention_of_events_incidents_and_the_audit_log),
-    "message about an incident": test_message_about_an_incident,
-    "overview and newest step that other code made": test_what_other_code_evaluated,
+    "lease of alerts, of messages",
+    "silence",
+    "session of a person",
+    "log-out token of a provider",
+    "sign of life of a run",
+    "retention of points, events, incidents, the audit log",
+    "message about an incident",
+    "overview and newest step that other code made",
 }
+"""A test each stands above."""
 
 
 def test_the_documented_table_has_each_stored_deadline():
     text = Path("docs/operations.md").read_text().partition("## Clocks")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+?) +\|", text, re.MULTILINE)
-    assert {row for row in rows[1:] if not row.startswith("-")} == set(KINDS)
+    assert {row for row in rows[1:] if not row.startswith("-")} == KINDS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from contextlib import closing
+from urllib.parse import quote
 
 import pytest
 from click.testing import CliRunner
@@ -30,16 +31,14 @@ DAMAGE = {
 
 
 def change(server, statement):
-    with closing(sqlite3.connect(server.app.state.collage.store.path)) as connection, connection:
+    with closing(sqlite3.connect(server.state.store.path)) as connection, connection:
         assert connection.execute(statement).rowcount
 
 
 @pytest.fixture
 def three(server):
     """A server with runs r0, r1 and r2, evaluated; its threads stand still."""
-    state = server.app.state.collage
-    for thread in (state.summariser, state.sealer):
-        thread.stop(60.0)
+    server.stop_threads()
     for place in range(3):
         server.filled(f"r{place}", stream_id=f"s{place}", name=f"run {place}", tags=["kept"], seed=3)
         server.get(f"/runs/r{place}/overview", wire.Overview)
@@ -49,21 +48,13 @@ def three(server):
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_lists_name_a_damaged_run_and_answer_for_the_others(three, damage):
     change(three, DAMAGE[damage])
-    pages = (
-        ("/runs", wire.RunPage),
-        ("/run-table?sort=created_at", wire.RunTable),
-        ("/run-groups?by=strategy&open=", wire.RunGroups),
-    )
-    for path, kind in pages:
-        page = three.get(path, kind)
-        if kind is wire.RunGroups:
-            [group] = page.rows
-            page = three.get(f"/run-groups?by=strategy&open={group.group.key}".replace("\x1f", "%1F"), kind)
-            told = [row.run.run_id for row in page.rows if row.run]
-        else:
-            told = [row.run_id for row in (page.runs if kind is wire.RunPage else page.rows)]
-        assert told == ["r2", "r0"], path
-        [damaged] = page.damaged
+    [group] = three.get("/run-groups?by=strategy&open=", wire.RunGroups).rows
+    grouped = three.get(f"/run-groups?by=strategy&open={quote(group.group.key)}", wire.RunGroups)
+    page, table = three.get("/runs", wire.RunPage), three.get("/run-table?sort=created_at", wire.RunTable)
+    opened = [row.run for row in grouped.rows if row.run]
+    for listed, beside in ((page.runs, page), (table.rows, table), (opened, grouped)):
+        assert [run.run_id for run in listed] == ["r2", "r0"], type(beside)
+        [damaged] = beside.damaged
         assert damaged.run_id == "r1"
         assert damaged.message.startswith("run r1: ")
         assert damaged.message.endswith("restore a back-up")
@@ -91,13 +82,12 @@ def test_metrics_go_on_without_a_damaged_run(three):
 
 def test_newest_steps_are_kept_of_the_others(three, caplog):
     """A round of the summariser ended at the first damaged run."""
-    state = three.app.state.collage
     for place in range(3):
         three.reports([report(9, 90)], f"s{place}")
     change(three, "UPDATE report SET model = zeroblob(length(model)) WHERE run_id = 'r1'")
     with caplog.at_level(logging.WARNING):
-        state.summariser.keep_points()
-    assert list(state.store.summaries.due_points(10)) == ["r1"]
+        three.state.summariser.keep_points()
+    assert list(three.store.summaries.due_points(10)) == ["r1"]
     [told] = [record for record in caplog.records if record.name == "collage_server.summariser"]
     assert told.exc_info is None
     assert "run r1 cannot be read" in told.getMessage()
@@ -118,7 +108,7 @@ def test_no_text_is_refused_for_one_that_is_damaged(three):
 
 def test_a_database_that_holds_no_text_any_more_is_not_away(three):
     change(three, DAMAGE["no text any more"])
-    store = three.app.state.collage.store
+    store = three.state.store
     with pytest.raises(Damaged, match="restore a back-up"):
         store.runs.get("r1")
     assert store.dependency.away_since is None

@@ -1,5 +1,6 @@
 """Where only points of several steps are kept, a change of EDQ lies within one of them, not before it."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,24 +24,17 @@ def kept(fall, width=MERGED):
     assert set(totals) >= set(statistics_for("edq_ratio", intervals=False)) - {"measured_steps"}
     totals["measured_steps"] = np.full(len(last), float(width))
     ones = np.ones(len(last), dtype=np.int64)
-    return Points(
-        first_steps=last - width + 1,
-        steps=last,
-        times=last.astype(float),
-        ranks=ones,
-        counts=width * ones,
-        totals=totals,
-    )
+    places = {"first_steps": last - width + 1, "steps": last, "times": last.astype(float)}
+    return Points(**places, ranks=ones, counts=width * ones, totals=totals)
 
 
-COLUMNS = ("first_steps", "steps", "times", "ranks", "counts")
+def some(points: Points, chosen: Any) -> Points:
+    names = ("first_steps", "steps", "times", "ranks", "counts")
+    columns: dict[str, Any] = {name: getattr(points, name)[chosen] for name in names}
+    return replace(points, **columns, totals={name: values[chosen] for name, values in points.totals.items()})
 
 
-def points_of(columns: dict[str, Any], totals: dict[str, Any]) -> Points:
-    return Points(**columns, totals=totals)
-
-
-NO_LAYERS = points_of({name: np.zeros(0, dtype=np.int64) for name in COLUMNS}, {})
+NO_LAYERS = replace(some(kept(801), slice(0)), totals={})
 
 
 @pytest.mark.parametrize("fall", [801, 808, 816])
@@ -48,9 +42,7 @@ NO_LAYERS = points_of({name: np.zeros(0, dtype=np.int64) for name in COLUMNS}, {
 def test_a_change_is_placed_within_the_finest_point_that_is_kept(fall, finer):
     def read(first, last):
         points = kept(fall, finer)
-        near = (points.first_steps >= first) & (points.steps <= last)
-        columns = {name: values[near] for name, values in points.totals.items()}
-        return points_of({name: getattr(points, name)[near] for name in COLUMNS}, columns)
+        return some(points, (points.first_steps >= first) & (points.steps <= last))
 
     [found] = edq_changes(kept(fall), NO_LAYERS, read if finer else None)
     width = finer or MERGED

@@ -10,41 +10,34 @@ from tests.server.conftest import NOW
 from tests.server.guarded import guarded_server
 from tests.server.samples import report
 
-WEBHOOK: dict[str, Any] = {
+ALERT: dict[str, Any] = {
+    "labels": {"alertname": "CollageEdqLow", "run_id": "r1", "project": "p", "severity": "warning"},
+    "annotations": {"summary": "less than nine tenths of the intended descent reaches the weights"},
+    "startsAt": "2026-11-21T10:00:00.000Z",
+    "endsAt": "0001-01-01T00:00:00Z",
+    "generatorURL": "http://prometheus:9090/graph",
+    "fingerprint": "c1a2b3c4d5e6f708",
+}
+WEBHOOK = {
     "version": "4",
     "groupKey": '{}:{alertname="CollageEdqLow"}',
     "truncatedAlerts": 0,
-    "status": "firing",
     "receiver": "collage",
     "groupLabels": {"alertname": "CollageEdqLow"},
     "commonLabels": {"alertname": "CollageEdqLow", "severity": "warning"},
     "commonAnnotations": {},
     "externalURL": "http://alertmanager:9093",
-    "alerts": [
-        {
-            "status": "firing",
-            "labels": {"alertname": "CollageEdqLow", "run_id": "r1", "project": "p", "severity": "warning"},
-            "annotations": {"summary": "less than nine tenths of the intended descent reaches the weights"},
-            "startsAt": "2026-11-21T10:00:00.000Z",
-            "endsAt": "0001-01-01T00:00:00Z",
-            "generatorURL": "http://prometheus:9090/graph",
-            "fingerprint": "c1a2b3c4d5e6f708",
-        }
-    ],
 }
 
 
-def page(server, cursor=0, limit=1000):
-    return server.get(f"/runs/r1/events?cursor={cursor}&limit={limit}", wire.EventPage)
-
-
 def notify(server, status="firing", **labels):
-    alert = WEBHOOK["alerts"][0]
-    body = WEBHOOK | {"status": status, "alerts": [alert | {"status": status, "labels": alert["labels"] | labels}]}
-    content = json.dumps(body).encode()
-    return server.post(
-        "/alerts/alertmanager", content, wire.AlertmanagerAnswer, headers={"Content-Type": wire.JSON}
-    )
+    alert = ALERT | {"status": status, "labels": ALERT["labels"] | labels}
+    return told(server, WEBHOOK | {"status": status, "alerts": [alert]}, wire.AlertmanagerAnswer)
+
+
+def told(server, body, kind=None, status=200):
+    headers = {"Content-Type": wire.JSON}
+    return server.post("/alerts/alertmanager", json.dumps(body).encode(), kind, status, headers=headers)
 
 
 def test_a_timeline_from_launch_to_alert(server):
@@ -52,17 +45,11 @@ def test_a_timeline_from_launch_to_alert(server):
     server.reports([report(9, 60, measured=False, scalars={"skipped_steps": 2.0})])
     server.clock.now = NOW + 60
     assert notify(server) == wire.AlertmanagerAnswer(stored=1, known=0, ignored=0)
-    found = page(server)
-    assert [(event.event, event.kind, event.step) for event in found.events] == [
-        (1, "attempt", 1),
-        (2, "skipped_steps", 60),
-        (3, "alert", None),
-    ]
-    assert found.events[2].time == NOW + 60
-    assert found.events[2].text == (
-        "CollageEdqLow firing (warning): less than nine tenths of the intended descent reaches the weights"
-    )
-    assert found.cursor == 3
+    found = server.get("/runs/r1/events?cursor=0&limit=1000", wire.EventPage)
+    kinds = [(event.event, event.kind, event.step) for event in found.events]
+    assert kinds == [(1, "attempt", 1), (2, "skipped_steps", 60), (3, "alert", None)]
+    told_of = f"CollageEdqLow firing (warning): {ALERT['annotations']['summary']}"
+    assert (found.events[2].time, found.events[2].text, found.cursor) == (NOW + 60, told_of, 3)
 
 
 def test_the_newest_and_those_up_to_a_time_come_without_all_that_is_older(server):
@@ -86,10 +73,8 @@ def test_the_newest_and_those_up_to_a_time_come_without_all_that_is_older(server
 
 
 def test_a_notification_that_is_none(server):
-    headers = {"Content-Type": wire.JSON}
-    assert "alerts" in server.post("/alerts/alertmanager", b"{}", status=400, headers=headers).message
-    broken = json.dumps({"alerts": [{"status": "maybe", "labels": {}}]}).encode()
-    assert server.post("/alerts/alertmanager", broken, status=422, headers=headers).field == "alerts[0].status"
+    assert "alerts" in told(server, {}, status=400).message
+    assert told(server, {"alerts": [{"status": "maybe", "labels": {}}]}, status=422).field == "alerts[0].status"
 
 
 def test_a_token_stores_alerts_of_its_own_projects_only(tmp_path):
@@ -101,8 +86,7 @@ def test_a_token_stores_alerts_of_its_own_projects_only(tmp_path):
             wire.AlertmanagerAlert(status="firing", labels={"alertname": "A", "run_id": f"{project}-1"})
             for project in ("mine", "theirs")
         ]
-        message = wire.AlertmanagerMessage(alerts=alerts)
-        answer = opened.ask("POST", "/api/v1/alerts/alertmanager", secret, message)
+        answer = opened.ask("POST", "/api/v1/alerts/alertmanager", secret, wire.AlertmanagerMessage(alerts=alerts))
         assert answer.json() == {"stored": 1, "known": 0, "ignored": 1}
         kinds = [e["kind"] for e in opened.ask("GET", "/api/v1/runs/theirs-1/events").json()["events"]]
         assert kinds == ["attempt"]
@@ -114,8 +98,7 @@ def test_one_setting_says_which_alerts_are_incidents_whoever_evaluates(server):
     ignored = wire.AlertmanagerAnswer(stored=0, known=0, ignored=1)
     assert notify(server, alertname="CollageResumeLoss") == ignored
     assert notify(server, alertname="OfSomebodyElse").stored == 1
-    app_state = server.app.state.collage
-    object.__setattr__(app_state.settings, "alerts", "critical")
+    object.__setattr__(server.state.settings, "alerts", "critical")
     assert notify(server, alertname="CollageResumeLoss").ignored == 0
-    object.__setattr__(app_state.settings, "alerts", "default")
+    object.__setattr__(server.state.settings, "alerts", "default")
     assert notify(server, "resolved", alertname="CollageResumeLoss").ignored == 0, "what was kept can end"

@@ -15,15 +15,7 @@ from tests.server.samples import LAYERS, block
 
 @pytest.fixture
 def client(server):
-    """The HTTP client, whose requests the application answers in this process."""
-
-    def answer(request):
-        found = server.client.request(request.method, str(request.url), headers=dict(request.headers))
-        return httpx.Response(
-            found.status_code, content=found.content, headers={"content-type": "application/json"}
-        )
-
-    with Client("http://127.0.0.1", transport=httpx.MockTransport(answer)) as client:
+    with Client("http://127.0.0.1", transport=server.transport()) as client:
         yield client
 
 
@@ -93,9 +85,7 @@ def test_a_client_without_an_address_speaks_to_the_server_that_the_command_would
         return sent[-1]
 
     assert ask() == ("http://team:1/", "Bearer of-login")
-    assert ask("http://team:1") == ("http://team:1/", None), (
-        "a named server gets the token that is passed, no other"
-    )
+    assert ask("http://team:1") == ("http://team:1/", None), "a named server gets the token that is passed alone"
     assert ask("http://other:1", "mine") == ("http://other:1/", "Bearer mine")
     monkeypatch.setenv("COLLAGE_SERVER_URL", "http://variable:1")
     assert ask() == ("http://variable:1/", None), "the token of the log-in is for its server alone"

@@ -17,19 +17,18 @@ import pytest
 from collage_server.api import otlp
 from collage_server.errors import BadRequest
 from collage_server.ingest import otlp_messages
-from collage_server.settings import Settings
 from hypothesis import given
 from hypothesis import strategies as st
 
 from collage_monitor import wire
 from tests.server.conftest import NOW, running
 from tests.server.guarded import guarded_server
-from tests.server.migrated import put_migrated
 
 RECORDED = Path(__file__).with_name("otlp")
 FIRST, SECOND = (gzip.decompress((RECORDED / f"step{step}.bin").read_bytes()) for step in (10, 20))
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 JSON = {"Content-Type": "application/json"}
+GZIP = {"Content-Encoding": "gzip"}
 MANY = b"\x0a\x00" * 60_001
 """Resources without metrics."""
 TIME = 1_700_000_000 * 10**9
@@ -60,8 +59,8 @@ def logged(server, name, run_id="run-7"):
     return dict(zip(series.steps, series.values, strict=True))
 
 
-def export(*points, name="loss", **attributes):
-    """A message as JSON of a gauge's (time in seconds after `TIME`, value, attributes of the point)."""
+def resource_of(*points, name="loss", **attributes):
+    """A gauge's (time in seconds after `TIME`, value, attributes of the point)."""
 
     def told(given):
         return [{"key": key, "value": {"stringValue": value}} for key, value in given.items()]
@@ -71,8 +70,12 @@ def export(*points, name="loss", **attributes):
         for time, value, *more in points
     ]
     resource = {"attributes": told({"service.instance.id": "run-7"} | attributes)}
-    metrics = [{"name": name, "gauge": {"dataPoints": shown}}]
-    return json.dumps({"resourceMetrics": [{"resource": resource, "scopeMetrics": [{"metrics": metrics}]}]})
+    return {"resource": resource, "scopeMetrics": [{"metrics": [{"name": name, "gauge": {"dataPoints": shown}}]}]}
+
+
+def export(*points, **more):
+    """A message of one resource, as JSON."""
+    return json.dumps({"resourceMetrics": [resource_of(*points, **more)]})
 
 
 def partial(answer):
@@ -82,14 +85,14 @@ def partial(answer):
 
 @pytest.mark.parametrize("form", ["protobuf", "gzip", "json"])
 def test_an_exporter_s_values_are_logged_under_their_step(server, form):
-    for name, body in (("step10", FIRST), ("step20", SECOND)):
-        if form == "json":
-            assert sent(server, (RECORDED / f"{name}.json").read_bytes(), JSON) == b"{}"
-        elif form == "gzip":
-            packed = (RECORDED / f"{name}.bin").read_bytes()
-            assert sent(server, packed, PROTOBUF | {"Content-Encoding": "gzip"}) == b""
-        else:
-            assert sent(server, body) == b""
+    for step, body in ((10, FIRST), (20, SECOND)):
+        packed, as_json = ((RECORDED / f"step{step}.{ending}").read_bytes() for ending in ("bin", "json"))
+        content, headers, answer = {
+            "protobuf": (body, PROTOBUF, b""),
+            "gzip": (packed, PROTOBUF | GZIP, b""),
+            "json": (as_json, JSON, b"{}"),
+        }[form]
+        assert sent(server, content, headers) == answer
     for name, values in LOGGED.items():
         assert logged(server, name) == dict(zip((10, 20), values, strict=True)), name
     run = server.get("/runs/run-7", wire.Run)
@@ -99,35 +102,38 @@ def test_an_exporter_s_values_are_logged_under_their_step(server, form):
 
 
 @pytest.mark.parametrize("reload", [False, True])
-def test_a_repeated_export_is_stored_once_and_one_out_of_order_is_kept(server, settings, reload):
+def test_a_repeated_export_is_stored_once_and_one_out_of_order_is_kept(server, reload):
     sent(server, SECOND)
     assert [sent(server, body) for body in (FIRST, SECOND, FIRST)] == [b"", b"", b""]
     if reload:
         server.seal("run-7")
-        server.app.state.collage.registry.forget_run("run-7")
+        server.state.registry.forget_run("run-7")
         assert sent(server, FIRST) == b""
     [stream] = server.get("/runs/run-7/streams", wire.StreamList).streams
     assert (stream.reports, stream.last_seq, stream.missing) == (2, 1, 0)
     assert logged(server, "loss") == {10: 2.5, 20: 2.25}
 
 
-def test_an_export_without_a_step_counts(server):
-    """A batch that is split by a collector has one time, and so one step."""
-    for body in (export((1, 3.0)), export((1, 0.5), name="lr"), export((2, 2.0), (3, 1.0)), export((1, 3.0))):
+def test_the_step_is_the_point_s_own_or_counted_and_other_attributes_name_it(server):
+    """A batch that is split by a collector has one time, and so one step; what is called a step may be none."""
+    for body in (
+        export((1, 3.0)),
+        export((1, 0.5), name="lr"),
+        export((2, 2.0), (3, 1.0)),
+        export((1, 3.0)),
+        export((1, 2.5), name="step"),
+        export((2, 4.0, {"step": "warmup"})),
+        export((1, 3.0, {"step": "40", "split": "a"}), (1, 2.0, {"step": "50", "split": "a"})),
+    ):
         assert sent(server, body, JSON) == b"{}"
-    assert logged(server, "loss") == {1: 3.0, 2: 2.0, 3: 1.0}
-    assert logged(server, "learning_rate") == {1: 0.5}
-
-
-def test_what_is_called_a_step_and_is_none_is_logged(server):
-    sent(server, export((1, 2.5), name="step"), JSON)
-    sent(server, export((2, 4.0, {"step": "warmup"})), JSON)
-    assert (logged(server, "step"), logged(server, "loss/step=warmup")) == ({1: 2.5}, {2: 4.0})
-
-
-def test_a_point_s_own_step_counts_and_its_other_attributes_name_it(server):
-    sent(server, export((1, 3.0, {"step": "40", "split": "a"}), (1, 2.0, {"step": "50", "split": "a"})), JSON)
-    assert logged(server, "loss/split=a") == {40: 3.0, 50: 2.0}
+    for name, values in (
+        ("loss", {1: 3.0, 2: 2.0, 3: 1.0}),
+        ("learning_rate", {1: 0.5}),
+        ("step", {1: 2.5}),
+        ("loss/step=warmup", {2: 4.0}),
+        ("loss/split=a", {40: 3.0, 50: 2.0}),
+    ):
+        assert logged(server, name) == values, name
 
 
 def test_the_run_may_be_named_by_an_attribute_beside_an_agent_s(server):
@@ -150,15 +156,13 @@ def test_older_exports_than_are_known_are_told(server):
 
 
 def test_what_is_not_kept_is_told_as_the_protocol_says(server):
-    body = export((1, 3.0), name="x" * 600)[:-1]
-    other = json.loads(export((1, 3.0)))["resourceMetrics"]
-    both = json.dumps({"resourceMetrics": [*json.loads(body + "}")["resourceMetrics"], *other]})
+    bad = resource_of((1, 3.0), name="x" * 600)
+    both = json.dumps({"resourceMetrics": [bad, resource_of((1, 3.0))]})
     count, why = partial(sent(server, both, JSON))
-    assert count == 1
-    assert "names with their attributes have 1 to 512 characters" in why
-    assert sent(server, body + "}", JSON, 422).code == "unprocessable"
-    twice = partial(sent(server, export((2, 3.0), (2, 4.0)), JSON))
-    assert twice == (1, "'loss' comes twice at one time: tell its points apart by an attribute")
+    assert (count, "have 1 to 512 characters" in why) == (1, True)
+    assert sent(server, json.dumps({"resourceMetrics": [bad]}), JSON, 422).code == "unprocessable"
+    count, why = partial(sent(server, export((2, 3.0), (2, 4.0)), JSON))
+    assert (count, why.startswith("'loss' comes twice at one time: ")) == (1, True)
     assert otlp_messages.response(300, "why", PROTOBUF["Content-Type"]) == b"\x0a\x08\x08\xac\x02\x12\x03why"
 
 
@@ -173,7 +177,7 @@ def test_what_is_not_kept_is_told_as_the_protocol_says(server):
         (MANY, PROTOBUF, 400, "more than 60000 data points"),
         (b'{"resourceMetrics": [' + b"{}," * 60_000 + b"{}]}", JSON, 400, "more than 60000 data points"),
         (b"\0" * (2**20 + 1), PROTOBUF, 413, "send_batch_max_size"),
-        (b"x", PROTOBUF | {"Content-Encoding": "gzip"}, 400, "not gzip"),
+        (b"x", PROTOBUF | GZIP, 400, "not gzip"),
         (b"x", {"Content-Type": "application/msgpack"}, 415, "application/x-protobuf or application/json"),
         (export((1, 1.0)).replace('"asDouble": 1.0', f'"asInt": 1{"0" * 400}'), JSON, 400, "asInt"),
         (export((1, 1.0)).replace('"asDouble": 1.0', '"asInt": null'), JSON, 422, "has no value"),
@@ -189,7 +193,7 @@ def test_a_bad_export_is_refused_in_words(server, body, headers, status, told):
 
 def test_a_bomb_is_refused_before_it_is_unpacked(server):
     packed = gzip.compress(bytes(64 * 2**20))
-    assert "send_batch_max_size" in sent(server, packed, PROTOBUF | {"Content-Encoding": "gzip"}, 413).message
+    assert "send_batch_max_size" in sent(server, packed, PROTOBUF | GZIP, 413).message
 
 
 @given(st.one_of(st.binary(max_size=60), st.tuples(st.integers(0, len(FIRST) - 1), st.integers(0, 255))))
@@ -207,13 +211,11 @@ def test_numbers_that_are_none_come_in_both_forms(server):
     assert repr(logged(server, "loss")) == "{1: 'NaN', 2: '-Infinity', 3: 1.0}"
     with pytest.raises(ValueError, match="asDouble has wire type 0"):
         otlp_messages._read(memoryview(b"\x20\x01"), otlp_messages._NUMBER, iter(()))
-    assert otlp_messages._read(memoryview(b"\x21" + struct.pack("<d", -0.5)), otlp_messages._NUMBER, iter(())) == {
-        "asDouble": -0.5
-    }
+    number = memoryview(b"\x21" + struct.pack("<d", -0.5))
+    assert otlp_messages._read(number, otlp_messages._NUMBER, iter(())) == {"asDouble": -0.5}
 
 
 def test_a_token_counts_as_everywhere(tmp_path):
-    put_migrated(tmp_path)
     with guarded_server(tmp_path) as server:
 
         def ask(secret, body=FIRST, headers=PROTOBUF):
@@ -228,11 +230,10 @@ def test_a_token_counts_as_everywhere(tmp_path):
         assert ask(mine) == 410
 
 
-def test_what_was_numbered_stays_so_over_a_start(tmp_path, clock):
-    put_migrated(tmp_path)
+def test_what_was_numbered_stays_so_over_a_start(settings, clock):
     for _ in range(2):
-        with running(Settings(folder=tmp_path, no_auth=True), clock) as server:
+        with running(settings, clock) as server:
             sent(server, FIRST)
             [stream] = server.get("/runs/run-7/streams", wire.StreamList).streams
             assert stream.reports == 1
-            assert server.app.state.collage.clock() == NOW
+            assert server.state.clock() == NOW
