@@ -70,13 +70,9 @@ def test_a_head_beyond_its_size_is_refused_as_it_comes(server, sent):
         assert server.ask(HEAD + CLOSE).startswith(b"HTTP/1.1 200")
 
 
-def test_a_head_within_its_size_is_answered_again_and_again(server):
+def test_heads_within_their_size_are_answered_again_and_again_and_do_not_count_the_bodies(server):
     long = HEAD + b"X-Long: " + b"x" * 60_000 + b"\r\n"
-    answer = server.ask(5 * (long + b"\r\n") + long + CLOSE)
-    assert answer.count(b"HTTP/1.1 200") == 6
-
-
-def test_heads_of_one_byte_at_a_time_do_not_count_the_bodies(server):
+    assert server.ask(5 * (long + b"\r\n") + long + CLOSE).count(b"HTTP/1.1 200") == 6
     with server.connect() as client:
         client.sendall(b"POST /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 70000\r\n\r\n")
         client.sendall(b"x" * 70_000 + HEAD + CLOSE)
@@ -175,7 +171,7 @@ def test_a_flood_without_a_token_takes_little_memory_and_others_are_answered(tmp
         assert highest_memory_mib(process) - before < 32
 
 
-def test_requests_that_wait_are_answered_in_order_and_the_connection_is_kept(server):
+def test_requests_that_wait_are_answered_in_order_and_beyond_those_that_may_the_connection_ends(server):
     asked = [b"GET /%d HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % number for number in range(8)]
     with server.connect() as client:
         client.sendall(b"".join(asked))
@@ -184,9 +180,6 @@ def test_requests_that_wait_are_answered_in_order_and_the_connection_is_kept(ser
     assert re.findall(rb"GET /(\d): not found", answer) == [b"%d" % number for number in range(8)]
     assert answer.count(b"HTTP/1.1 ") == 9
     assert answer.lower().count(b"connection: close") == 1
-
-
-def test_beyond_those_that_may_wait_the_connection_ends_after_their_answers(server):
     answer = server.ask(1000 * NEXT)
     assert answer.startswith(b"HTTP/1.1 200")
     assert 9 <= answer.count(b"HTTP/1.1 ") <= 32

@@ -62,17 +62,6 @@ def test_lists_name_a_damaged_run_and_answer_for_the_others(three, damage):
     assert three.get("/runs/r0", wire.Run).name == "run 0"
 
 
-def test_pages_go_on_after_a_damaged_run(three):
-    change(three, DAMAGE["a number"])
-    found: list[str] = []
-    cursor: str | None = ""
-    while cursor is not None:
-        page = three.get(f"/runs?limit=1{cursor and '&cursor='}{cursor}", wire.RunPage)
-        found += [*(run.run_id for run in page.runs), *(run.run_id for run in page.damaged)]
-        cursor = page.cursor
-    assert found == ["r2", "r1", "r0"]
-
-
 def test_metrics_go_on_without_a_damaged_run(three):
     assert 'run_id="r1"' in three.get("/metrics")
     change(three, DAMAGE["what was reported last"])
@@ -116,8 +105,15 @@ def test_a_database_that_holds_no_text_any_more_is_not_away(three):
     assert len(store.runs.page(RunQuery(), NOW, 600.0).runs) == 2
 
 
-def test_clients_count_damaged_runs_and_say_them(three):
+def test_pages_go_on_after_a_damaged_run_and_clients_count_and_say_it(three, monkeypatch):
     change(three, DAMAGE["a number"])
+    found: list[str] = []
+    cursor: str | None = ""
+    while cursor is not None:
+        page = three.get(f"/runs?limit=1{cursor and '&cursor='}{cursor}", wire.RunPage)
+        found += [*(run.run_id for run in page.runs), *(run.run_id for run in page.damaged)]
+        cursor = page.cursor
+    assert found == ["r2", "r1", "r0"]
     with Client("http://127.0.0.1", transport=three.transport()) as client:
         with pytest.warns(UserWarning, match="left out: run r1: the row of `run`"):
             assert client.runs_frame()["run_id"].to_pylist() == ["r2", "r0"]
@@ -129,13 +125,9 @@ def test_clients_count_damaged_runs_and_say_them(three):
     [row] = damaged_rows(table.damaged)
     assert (row["name"], row["brief"]) == ("r1", "Damaged")
     assert "restore a back-up" in row["headline"]
-
-
-def test_list_says_damaged_runs(three, monkeypatch):
-    change(three, DAMAGE["a number"])
     opened = Client("http://127.0.0.1", transport=three.transport())
     monkeypatch.setattr(show, "open_client", lambda *_: opened)
-    found = CliRunner().invoke(show.list_runs, [], catch_exceptions=False)
-    assert found.stderr.startswith("left out: run r1: the row of `run` with run_id 'r1' is damaged")
-    assert [name in found.stdout for name in ("run 0", "run 1", "run 2")] == [True, False, True]
-    assert "more;" not in found.stdout
+    said = CliRunner().invoke(show.list_runs, [], catch_exceptions=False)
+    assert said.stderr.startswith("left out: run r1: the row of `run` with run_id 'r1' is damaged")
+    assert [name in said.stdout for name in ("run 0", "run 1", "run 2")] == [True, False, True]
+    assert "more;" not in said.stdout

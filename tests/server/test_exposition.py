@@ -57,13 +57,10 @@ def test_the_page_is_exactly_this(server, monkeypatch):
         [report(5, 60, measured=False, scalars={"validation_loss": float("nan"), "reports_dropped": 2.0})]
     )
     server.reports([report(0, 10)])
-    assert stable(server.get("/metrics")) == EXPECTED.read_text(encoding="utf-8")
-
-
-def test_durations_of_commits_come_in_buckets(server):
-    server.filled()
-    _, _, page = server.get("/metrics").partition("# TYPE collage_server_commit_seconds histogram\n")
-    lines = page.partition("#")[0].splitlines()
+    page = server.get("/metrics")
+    assert stable(page) == EXPECTED.read_text(encoding="utf-8")
+    _, _, durations = page.partition("# TYPE collage_server_commit_seconds histogram\n")
+    lines = durations.partition("#")[0].splitlines()
     assert lines[-3].startswith('collage_server_commit_seconds_bucket{le="+Inf"}')
     assert lines[-2].startswith("collage_server_commit_seconds_count ")
     assert lines[-1].startswith("collage_server_commit_seconds_sum ")
@@ -333,16 +330,6 @@ def test_many_runs_take_as_many_statements_as_one(server):
     assert statements_of(server) == alone
 
 
-def test_neither_a_page_nor_a_round_of_alerts_reads_the_whole_record_of_a_run(server, monkeypatch):
-    """Configurations, tags and what was watched are not shown: reading them was two thirds of a round."""
-    server.filled("r1", "s1")
-    server.run("empty")
-    page, told = stable(server.get("/metrics")), of_runs(server)
-    monkeypatch.setattr(run_store, "_records", lambda *_: 1 / 0)
-    assert stable(exposition(server.state).decode()) == page
-    assert of_runs(server) == told
-
-
 def of_runs(server, *asked):
     """The samples that alerts are given about runs."""
     return [sample for sample in samples(server.state, *asked) if "run_id" in dict(sample.labels)]
@@ -352,16 +339,22 @@ def runs_of(found):
     return {dict(sample.labels)["run_id"] for sample in found}
 
 
-def test_alerts_are_given_the_series_that_they_ask_for_and_no_others(server):
-    """Same answers, and a run that says nothing costs a round its row alone."""
+def test_a_round_of_alerts_reads_what_it_asks_for_and_no_whole_record_of_a_run(server, monkeypatch):
+    """Configurations, tags and what was watched are not shown: reading them was two thirds of a round.
+
+    A run that says nothing costs a round its row alone.
+    """
     server.filled("r1", "s1")
     server.run("empty")
-    server.get("/metrics")
+    page, everything = stable(server.get("/metrics")), of_runs(server)
     asked = Evaluation(enabled_alerts()).series
-    given, everything = of_runs(server, asked), of_runs(server)
+    given = of_runs(server, asked)
     assert given == [sample for sample in everything if sample.name in asked]
     assert (runs_of(given), "empty" in runs_of(everything)) == ({"r1"}, True)
     assert "empty" in runs_of(of_runs(server, ["collage_unmeasured_seconds"]))
+    monkeypatch.setattr(run_store, "_records", lambda *_: 1 / 0)
+    assert stable(exposition(server.state).decode()) == page
+    assert of_runs(server) == everything
 
 
 @pytest.mark.slow

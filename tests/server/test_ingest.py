@@ -223,10 +223,6 @@ def test_a_body_that_stops_arriving_gives_its_room_back(settings, monkeypatch):
         assert server.sent(report(0, 10)).status_code == 200
 
 
-def test_questions_leave_connections_for_reports(server):
-    assert server.client.portal.call(lambda: current_default_thread_limiter().total_tokens) == READERS
-
-
 @pytest.mark.slow
 def test_concurrent_duplicates_are_stored_once_and_counted(server):
     """Eight clients send overlapping batches of the same forty reports; every report is stored exactly once."""
@@ -242,22 +238,17 @@ def test_concurrent_duplicates_are_stored_once_and_counted(server):
     assert server.series("edq_ratio").steps == list(range(1, 41))
 
 
-def test_a_stream_extended_elsewhere_is_read_again(server):
-    """Another process may have extended the stream: a report beyond the known size asks the store once more."""
+def test_a_stream_that_is_extended_is_read_again_and_the_others_stay_known(server):
+    """Another process may have extended it; and of a thousand ranks that register the first ones report already."""
+    assert server.client.portal.call(lambda: current_default_thread_limiter().total_tokens) == READERS
     server.filled()
-    more = stream_create(layers=[*map(layer, LAYERS), layer("head.weight")])
-    server.store.streams.create_stream("r1", more, 0.0)
-    answer = server.reports([report(5, 60, values=block(60, layers=4))])
-    assert (answer.accepted, answer.rejected) == (1, [])
-
-
-def test_a_rank_that_registers_leaves_the_others_known(server):
-    """A thousand ranks register one after the other, while the first ones report already."""
-    server.filled()
-    registry = server.state.registry
+    registry, more = server.state.registry, {"layers": [*map(layer, LAYERS), layer("head.weight")]}
     server.stream(stream_id="s1", rank=1)
     assert registry.cached("s0") is not None
-    server.stream(layers=[*map(layer, LAYERS), layer("head.weight")])
+    server.store.streams.create_stream("r1", stream_create(**more), 0.0)
+    answer = server.reports([report(5, 60, values=block(60, layers=4))])
+    assert (answer.accepted, answer.rejected) == (1, [])
+    server.stream(**more)
     assert registry.cached("s0") is None
 
 

@@ -169,7 +169,8 @@ def session(guarded, provider):
     return secret_of
 
 
-def test_every_route_has_a_row(guarded):
+def test_every_route_has_a_row_and_the_printed_matrix_is_this_one(guarded):
+    assert matrix() in PRINTED, "print it again: python -m collage_server.auth.roles"
     paths = guarded.app.openapi()["paths"]
     described = {f"{method.upper()} {path}" for path, operations in paths.items() for method in operations}
     assert described | {"GET /docs", "GET /openapi.json"} | PAGES == set(ALLOWED)
@@ -277,7 +278,3 @@ def test_an_unknown_route_and_a_route_without_a_rule_are_closed(guarded, secrets
             assert answer.status_code == 404
             assert answer.json()["error"]["code"] == "not_found"
     assert guarded.ask("PUT", "/api/v1/runs").status_code == 405
-
-
-def test_the_printed_matrix_is_this_one():
-    assert matrix() in PRINTED, "print it again: python -m collage_server.auth.roles"

@@ -42,13 +42,10 @@ def budget(monkeypatch):
     return MemoryBudget(512 * MIB, 128 * MIB)
 
 
-def test_without_a_lease_nobody_is_charged(budget):
+def test_what_a_lease_holds_is_given_back_at_its_end_even_after_an_error(budget):
     hold(10**12)
     assert list(held_rows((row, 10**12) for row in range(3))) == [0, 1, 2]
-    assert sum(budget.held.values()) == 0
-
-
-def test_what_a_lease_holds_is_given_back_at_its_end_even_after_an_error(budget):
+    assert sum(budget.held.values()) == 0, "without a lease nobody is charged"
     with suppress(ZeroDivisionError), budget.lease("answers"):
         hold(10 * MIB)
         with released_afterwards():
@@ -59,16 +56,13 @@ def test_what_a_lease_holds_is_given_back_at_its_end_even_after_an_error(budget)
     assert budget.held["answers"] == 0
 
 
-def test_rows_are_charged_before_they_come(budget):
+def test_rows_are_charged_before_they_come_and_what_could_never_fit_is_refused_at_once(budget):
     with budget.lease("answers") as lease:
         rows = held_rows((row, MIB // 4) for row in range(9))
         next(rows)
         assert lease.held >= MIB
         assert len(list(rows)) == 8
         assert 9 * MIB // 4 <= lease.held <= 4 * MIB
-
-
-def test_what_could_never_fit_is_refused_at_once_and_says_the_limit(budget):
     with budget.lease("answers"), pytest.raises(NeedsTooMuch) as refused:
         hold(129 * MIB)
     assert (refused.value.status, refused.value.limit) == (422, 128 * MIB)
@@ -224,28 +218,25 @@ def small(tmp_path):
         yield server
 
 
-def declare(server, layers, *statistics, status=200):
+def declare(server, layers, *statistics, status=200, run_id="r1", stream_id="s0"):
     named = [wire.Layer(name=f"l{i}", shape=[1], dtype="bfloat16", elements=1) for i in range(layers)]
-    create = wire.StreamCreate(stream_id="s0", launch_id="launch-1", layers=named, statistics=list(statistics))
-    return server.post("/runs/r1/streams", create, wire.Stream, status)
+    create = wire.StreamCreate(stream_id=stream_id, launch_id="launch-1", layers=named, statistics=list(statistics))
+    return server.post(f"/runs/{run_id}/streams", create, wire.Stream, status)
 
 
 @pytest.mark.slow
-def test_layers_times_statistics_beyond_the_budget_are_refused_where_they_are_declared(small):
+def test_layers_and_heatmaps_beyond_the_budget_are_refused_and_smaller_ones_are_not(small):
     most = small.store.streams.most_numbers
     states = [f"state_decrement_observed_sum/s{i}" for i in range(most // 1000)]
     declare(small, 1000, *states)
     error = declare(small, 1001, *states, "elements", status=422)
-    assert (error.field, error.limit) == ("layers", most)
-    assert "--memory" in error.message
-
-
-@pytest.mark.slow
-def test_a_heatmap_that_could_never_fit_is_told_so_and_a_smaller_one_is_answered(small):
-    declare(small, 3000, "measured_steps", "intended_squared_sum")
-    error = small.get("/runs/r1/heatmap?metric=intended_norm&points=1000", status=422)
+    assert (error.field, error.limit, "--memory" in error.message) == ("layers", most, True)
+    small.run("r2")
+    small.attempt("r2")
+    declare(small, 3000, "measured_steps", "intended_squared_sum", run_id="r2", stream_id="s2")
+    error = small.get("/runs/r2/heatmap?metric=intended_norm&points=1000", status=422)
     assert error.code == "needs_too_much"
-    assert small.get("/runs/r1/heatmap?metric=intended_norm&points=20", wire.Heatmap).values is not None
+    assert small.get("/runs/r2/heatmap?metric=intended_norm&points=20", wire.Heatmap).values is not None
     assert small.state.memory.held["answers"] == 0
 
 
@@ -317,7 +308,7 @@ def test_an_export_that_does_not_fit_is_refused_before_it_begins(small, monkeypa
     until(lambda: not +memory_budget.held)  # An evaluation may be at work beside.
 
 
-def test_an_incident_holds_few_labels_and_short_ones(server):
+def test_an_incident_holds_few_labels_and_short_ones_and_few_silences_hold_at_a_time(server, monkeypatch):
     """One alert could bring 16 MiB of them, and a list has a thousand incidents."""
     server.run()
     for labels, status in (({f"label {number}": "" for number in range(63)}, 422), ({"instance": "x" * 4000}, 200)):
@@ -325,9 +316,6 @@ def test_an_incident_holds_few_labels_and_short_ones(server):
         server.post("/alerts/alertmanager", wire.AlertmanagerMessage(alerts=[alert]), status=status)
     (found,) = server.get("/events", wire.IncidentPage).events
     assert found.labels == {"alertname": "Own", "run_id": "r1", "instance": "x" * 512}
-
-
-def test_silences_that_hold_at_a_time_are_bounded(server, monkeypatch):
     monkeypatch.setattr(incidents, "_MOST_SILENCES", 2)
     body = {"seconds": 60.0, "project": "p"}
     statuses = [server.client.post("/api/v1/silences", json=body).status_code for _ in range(3)]

@@ -17,7 +17,7 @@ from joserfc.jwk import RSAKey
 from collage_monitor import wire
 from tests import provider as providers
 from tests.server.conftest import NOW, Clock
-from tests.server.guarded import guarded_server
+from tests.server.guarded import OWN, guarded_server
 
 pytestmark = [providers.MARK, pytest.mark.slow]
 
@@ -209,12 +209,21 @@ def test_another_process_knows_how_long_a_session_was_not_used(guarded, provider
         store.close()
 
 
-def test_who_signs_out_is_out_and_led_to_the_provider(guarded, provider):
+def test_who_signs_out_is_out_and_led_to_the_provider_and_an_administrator_ends_others(guarded, provider):
+    """A token of a machine is not signed out."""
     ada, other = signed_in(guarded, provider), signed_in(guarded, provider)
     answer = guarded.ask("POST", "/api/v1/sign-out", ada.secret)
     asked = f"client_id={provider.client_id}&post_logout_redirect_uri=http%3A%2F%2F127.0.0.1%3A7421%2Fsign-in"
     assert answer.json()["log_out_url"] == f"{provider.url}/oauth2/end_session?{asked}"
     assert (status(guarded, ada.secret), status(guarded, other.secret)) == (401, 200)
+    [shown] = [token for token in tokens(guarded) if token["token_id"] == other.token.token_id]
+    assert (shown["name"], shown["subject"], shown["expires_at"]) == ("Ada", "ada", NOW + SESSION_SECONDS)
+    guarded.ask("DELETE", f"/api/v1/tokens/{other.token.token_id}")
+    assert status(guarded, other.secret) == 401
+    machine, _ = guarded.token("read", ["mine"])
+    for secret in (machine, OWN):
+        assert guarded.ask("POST", "/api/v1/sign-out", secret).json() == {"log_out_url": None}
+        assert status(guarded, secret) == 200
 
 
 def test_a_provider_without_a_page_to_sign_out_at(provider, tmp_path):
@@ -225,21 +234,6 @@ def test_a_provider_without_a_page_to_sign_out_at(provider, tmp_path):
             known._metadata = known._metadata | {"end_session_endpoint": page}
             assert opened.ask("POST", "/api/v1/sign-out", secret).json() == {"log_out_url": None}
             assert status(opened, secret) == 401
-
-
-def test_a_token_of_a_machine_is_not_signed_out(guarded):
-    secret, _ = guarded.token("read", ["mine"])
-    assert guarded.ask("POST", "/api/v1/sign-out", secret).json() == {"log_out_url": None}
-    assert guarded.ask("POST", "/api/v1/sign-out").json() == {"log_out_url": None}
-    assert status(guarded, secret) == 200
-
-
-def test_an_administrator_sees_sessions_and_ends_one(guarded, provider):
-    session = signed_in(guarded, provider)
-    [shown] = tokens(guarded)
-    assert (shown["name"], shown["subject"], shown["expires_at"]) == ("Ada", "ada", NOW + SESSION_SECONDS)
-    guarded.ask("DELETE", f"/api/v1/tokens/{session.token.token_id}")
-    assert status(guarded, session.secret) == 401
 
 
 def test_who_signed_in_and_how_it_ended_stands_in_the_audit_log(guarded, provider):

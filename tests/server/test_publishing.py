@@ -296,19 +296,15 @@ def test_of_a_run_that_only_logs_no_file_is_named(store, files):
     check(store, table)
 
 
-def test_the_command_publishes_every_project(store, tmp_path, monkeypatch):
+def test_the_command_publishes_every_project_into_a_folder_of_one_plain_name(store, tmp_path, monkeypatch):
     add(store, fleet.FleetRun("other", "plus", 1e-3), "a/b c")
     monkeypatch.setenv("COLLAGE_DIR", str(tmp_path))
     result = CliRunner().invoke(archive, ["publish", "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert '"project": "a/b c"' in result.output
     assert DeltaTable(str(tmp_path / "archive" / "a@2Fb@20c")).to_pyarrow_table().num_rows == 3 * 80
-
-
-def test_a_project_folder_is_one_plain_name():
-    assert project_folder("demo-1.x") == "demo-1.x"
-    assert project_folder("../x") == "@2E.@2Fx"
-    assert project_folder("_log") == "@5Flog"
+    for name, folder in (("demo-1.x", "demo-1.x"), ("../x", "@2E.@2Fx"), ("_log", "@5Flog")):
+        assert project_folder(name) == folder
     assert len({project_folder("x" * 500), project_folder("x" * 501)}) == 2
     assert len(project_folder("ü" * 512)) < 200
 

@@ -92,7 +92,7 @@ def test_names_are_cut_in_the_middle_and_many_runs_fit_a_screen(call, server):
     assert "14 more; --limit shows more of them" in lines
 
 
-def test_list_takes_filters(call):
+def test_list_takes_filters_and_says_when_nothing_is_left(call, server):
     for filters, found in (
         (["--project", "q"], ["01AB-two"]),
         (["--tag", "sweep"], ["01AB-two"]),
@@ -100,15 +100,11 @@ def test_list_takes_filters(call):
         (["--limit", "1"], ["01CE-four"]),
     ):
         assert rows_of(call("list", *filters)) == found, filters
-
-
-def test_list_filters_by_health_and_says_when_nothing_is_left(call, server):
     alike = ["01AB-one", "01AB-two", "01CD-three"]
     (health,) = {server.get(f"/runs/{run}/overview", wire.Overview).health for run in alike}
-    assert sorted(rows_of(call("list", "--health", health))) == alike
     assert " " in health
-    hyphens = rows_of(call("list", "--health", health.replace(" ", "-")))
-    assert sorted(hyphens) == alike, "as `check --fail-if` writes the word"
+    for word in (health, health.replace(" ", "-")):
+        assert sorted(rows_of(call("list", "--health", word))) == alike, "or as `check --fail-if` writes it"
     assert call("list", "--health", "average is off").stdout == "no run has health average is off\n"
 
 
@@ -129,14 +125,6 @@ def test_show_takes_an_id_its_beginning_or_a_name_and_begins_with_the_judgement(
     everything = call("show", "01AB-one", "--all").stdout
     assert said.text in everything
     assert all(f"  {key} " in everything for key in said.numbers if is_metric(key))
-
-
-def test_colours_are_a_terminals_and_no_color_leaves_them_out(call, monkeypatch):
-    assert "\x1b" not in call("show", "plain bf16").output, "no terminal"
-    assert coloured("healthy", "healthy").startswith("\x1b[32m")
-    assert coloured("bad", "losing updates").startswith("\x1b[31m")
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert coloured("healthy", "healthy") == "healthy"
 
 
 def test_show_as_json_has_the_judgement_and_the_findings_by_key(call, server):
@@ -167,13 +155,17 @@ STEERING = "\x1b]0;a title\x07"
 """Names the terminal's window. click takes out what colours and moves where no terminal is, but not this."""
 
 
-def test_a_name_that_would_steer_the_terminal_does_not(call, server):
+def test_a_name_that_would_steer_the_terminal_does_not_and_colours_can_be_left_out(call, server, monkeypatch):
     server.run("01ZZ", name=f"{STEERING}x\nrun")
     for words in (["list"], ["show", "01ZZ"], ["open", "01ZZ", "--print", "--dashboard-url", "http://d"]):
-        assert "\x1b" not in call(*words).output
+        assert "\x1b" not in call(*words).output, "nor is it coloured: this is no terminal"
     for run, value in (("01YA-a", 1), ("01YB-b", 2)):
         server.run(run, config={f"{STEERING}lr": value})
     assert "\x1b" not in call("compare", "01YA-a", "01YB-b").output
+    assert coloured("healthy", "healthy").startswith("\x1b[32m")
+    assert coloured("bad", "losing updates").startswith("\x1b[31m")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert coloured("healthy", "healthy") == "healthy"
 
 
 def test_compare_recommends_and_tells_verdicts_losses_and_the_settings_that_differ(call):
@@ -190,15 +182,12 @@ def test_compare_recommends_and_tells_verdicts_losses_and_the_settings_that_diff
     assert "two runs or more" in call("compare", "plus", status=2).stderr
 
 
-def test_tags_are_given_and_taken_away(call, server):
+def test_tags_are_given_and_taken_away_and_a_note_stands_in_the_timeline(call, server):
     assert call("edit", "plus", "--tag", "good", "--tag", "sweep").stdout == "plus: sweep, good\n"
     assert call("edit", "plus", "--remove-tag", "sweep").stdout == "plus: good\n"
     assert server.get("/runs/01AB-two", wire.Run).tags == ["good"]
     assert "no such tag; it has good" in call("edit", "plus", "--remove-tag", "bad", status=2).stderr
     assert call("edit", "plus").stdout == "plus: good\n"
-
-
-def test_a_note_stands_in_the_timeline(call, server):
     call("edit", "plus", "--note", "raised the rate", "--step", "30")
     notes = [event for event in server.get("/runs/01AB-two/events", wire.EventPage).events if event.kind == "note"]
     assert [(event.text, event.step) for event in notes] == [("loopback: raised the rate", 30)]
@@ -245,9 +234,6 @@ def test_login_keeps_address_and_token_for_this_user_alone(call):
     assert call("login", "--forget").stdout == "logged out\n"
     assert read_login() is None
     assert "not logged in" in call("login").stdout
-
-
-def test_login_refuses_what_is_no_address(call):
     for address in ("server", "ftp://x", "http://user:pw@host", "http://"):
         assert "is no address of a server" in call("login", address, "--token", "t", status=2).stderr
         assert read_login() is None

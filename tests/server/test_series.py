@@ -45,21 +45,17 @@ def long_run(server):
     server.filled(steps=range(1, 4 * LIMITS.points + 1))
 
 
-def test_a_point_a_step(filled):
+def test_a_point_a_step_and_one_that_merges_the_whole_run(filled):
     series = filled.series("edq_ratio")
     assert series.steps == series.first_steps == list(STEPS)
     assert series.values == pytest.approx([edq_ratio(steps=[step]) for step in STEPS])
     assert series.ranks == [1] * 5
     assert all(low < value < high for low, value, high in zip(series.low, series.values, series.high, strict=True))
-
-
-def test_one_point_merges_the_whole_run(filled):
-    series = filled.series("edq_ratio", points=1)
-    assert (series.first_steps, series.steps) == ([10], [50])
-    assert series.values == pytest.approx([edq_ratio()])
-    single = [edq_ratio(steps=[step]) for step in STEPS]
-    assert series.minimum == pytest.approx([min(single)])
-    assert series.maximum == pytest.approx([max(single)])
+    whole = filled.series("edq_ratio", points=1)
+    assert (whole.first_steps, whole.steps) == ([10], [50])
+    assert whole.values == pytest.approx([edq_ratio()])
+    assert whole.minimum == pytest.approx([min(series.values)])
+    assert whole.maximum == pytest.approx([max(series.values)])
 
 
 def test_a_layer_and_a_pattern(filled):
@@ -99,21 +95,17 @@ def test_a_module_type_that_is_not_there(filled):
         assert error.field == field
 
 
-def test_tokens_are_the_newest_logged_at_or_before_the_step(server):
+def test_undefined_and_a_zero_denominator_are_null_and_tokens_those_logged_at_or_before_the_step(server):
     server.filled(steps=())
     logged = {20: {"tokens": 64.0}, 40: {"tokens": 128.0}}
     server.reports([report(i, step, scalars=logged.get(step, {})) for i, step in enumerate(STEPS)])
     assert server.series("edq_ratio", axis="tokens").positions == [None, 64.0, 64.0, 128.0, 128.0]
-
-
-def test_undefined_and_a_zero_denominator_are_null(server):
-    server.filled(steps=())
-    values = block(10)
+    values = block(60)
     values[STATISTICS.index("intended_squared_sum")] = 0.0
-    server.reports([report(0, 10, values=values)])
-    assert server.series("edq_ratio").values == [None]
+    server.reports([report(5, 60, values=values)])
+    assert server.series("edq_ratio").values[-1] is None
     undefined = server.series("edq_oracle_ratio")
-    assert (undefined.values, undefined.low) == ([None], None)
+    assert (undefined.values, undefined.low) == ([None] * 6, None)
 
 
 def test_logged_scalars_keep_non_finite_values(server):
@@ -150,7 +142,7 @@ def test_scalar_buckets_are_means_with_extremes(filled):
     assert series.maximum == pytest.approx([logged[0], logged[3]])
 
 
-def test_heatmap(filled):
+def test_heatmaps_of_all_and_of_some_layers_over_some_steps(filled):
     answer = filled.get("/runs/r1/heatmap?metric=edq_ratio&points=2", wire.Heatmap)
     assert answer.layers == LAYERS
     assert answer.steps == [30, 50]
@@ -159,20 +151,16 @@ def test_heatmap(filled):
         assert row == pytest.approx(expected)
     worst = filled.get("/runs/r1/heatmap?metric=edq_ratio&order=worst", wire.Heatmap)
     assert worst.layers == LAYERS[::-1]
-
-
-def test_a_heatmap_of_some_layers_over_some_steps(server):
-    server.filled()
     asked = "metric=edq_ratio&pattern=blocks.*&from=20&to=40&points=2&axis=tokens"
-    answer = server.get(f"/runs/r1/heatmap?{asked}", wire.Heatmap)
+    answer = filled.get(f"/runs/r1/heatmap?{asked}", wire.Heatmap)
     assert answer.layers == LAYERS[1:]
     assert (answer.first_steps, answer.steps) == ([20, 40], [30, 40])
     assert (answer.axis, answer.positions) == ("tokens", [3000.0, 4000.0])
     for index, row in enumerate(answer.values, start=1):
         assert row == pytest.approx([edq_ratio(steps=steps, layers=index) for steps in ([20, 30], [40])])
-    plain = server.get("/runs/r1/heatmap?metric=edq_ratio", wire.Heatmap)
+    plain = filled.get("/runs/r1/heatmap?metric=edq_ratio", wire.Heatmap)
     assert (plain.axis, plain.positions) == ("step", [float(step) for step in STEPS])
-    empty = server.get("/runs/r1/heatmap?metric=edq_ratio&from=60&axis=time", wire.Heatmap)
+    empty = filled.get("/runs/r1/heatmap?metric=edq_ratio&from=60&axis=time", wire.Heatmap)
     assert (empty.steps, empty.positions) == ([], [])
 
 
@@ -237,13 +225,10 @@ def test_compare_merges_over_everything(server):
     assert first.mean_scalars["loss"] == pytest.approx(4.0 - 0.01 * 30)
     assert first.strategy == "plain"
     assert second.series.steps == [10, 20]
-
-
-def test_mean_scalars_are_of_the_last_twenty(server):
-    server.filled(steps=())
-    server.reports([report(i, i + 1, measured=False, scalars={"loss": float(i)}) for i in range(50)])
-    [run] = server.compare("r1", metric="loss")
-    assert run.mean_scalars["loss"] == sum(range(30, 50)) / 20
+    server.filled("r3", "s3", steps=())
+    server.reports([report(i, i + 1, measured=False, scalars={"loss": float(i)}) for i in range(50)], "s3")
+    [third] = server.compare("r3", metric="loss")
+    assert third.mean_scalars["loss"] == sum(range(30, 50)) / 20, "of the last twenty"
 
 
 def test_latest_names_the_worst_layers(filled):

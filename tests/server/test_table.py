@@ -246,15 +246,12 @@ def test_what_another_release_said_is_said_anew(server, evaluate, monkeypatch):
     assert row.overview == said
 
 
-def test_a_run_that_the_thread_has_not_evaluated_is_evaluated_on_request(server):
-    server.state.summariser.stop(PATIENCE_SECONDS)
-    server.filled("r1", "s1")
-    assert server.get("/runs/r1/overview", wire.Overview).last_step == 50
-
-
-def test_the_thread_evaluates_by_itself_what_was_reported_since(server):
+def test_the_thread_evaluates_by_itself_and_what_it_has_not_is_evaluated_on_request(server):
     server.filled("r1", "s1")
     until(lambda: server.get("/runs/r1/overview", wire.Overview).last_step == 50, "the overview of the last step")
+    server.state.summariser.stop(PATIENCE_SECONDS)
+    server.filled("r2", "s2")
+    assert server.get("/runs/r2/overview", wire.Overview).last_step == 50
 
 
 @pytest.mark.parametrize(
