@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import pytest
 from collage_server.app import create_app
 from collage_server.settings import Settings
+from sqlalchemy.engine import Engine
+from sqlalchemy.engine.default import DefaultDialect
+from sqlalchemy.util import LRUCache
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
-from tests.server.compiled import share_compiled_statements
 from tests.server.migrated import put_migrated
 from tests.server.samples import report, stream_create
 from tests.waiting import PATIENCE_SECONDS
 
 NOW = 1_700_000_000.0
+
+
+def share_compiled_statements():
+    """What SQLAlchemy compiles for one engine serves those of all tests: compiling anew took a third of a test.
+
+    One cache for all; a dialect is the key that another one of its kind and version is.
+    """
+    cache: LRUCache[Any, Any] = LRUCache(2000)
+    made = Engine.__init__
+
+    def with_shared_cache(engine, *arguments, **more):
+        made(engine, *arguments, **more)
+        engine._compiled_cache = cache
+
+    def kind(dialect):
+        return type(dialect), getattr(dialect, "server_version_info", None)
+
+    Engine.__init__ = with_shared_cache  # type: ignore[assignment, method-assign]
+    DefaultDialect.__hash__ = lambda dialect: hash(type(dialect))  # type: ignore[assignment, method-assign]
+    DefaultDialect.__eq__ = lambda one, other: kind(one) == kind(other)  # type: ignore[method-assign]
+
+
 share_compiled_statements()
 
 
@@ -169,3 +194,12 @@ def filled(tmp_path_factory):
     with running(Settings(folder=folder, no_auth=True), Clock()) as server:
         server.filled()
         yield server
+
+
+@contextmanager
+def holding(budget, size):
+    """Hold `size` bytes of a whole body in a budget of bytes in flight, as the route of reports does."""
+    budget.admit(size)
+    with budget.receive(()) as lease:
+        lease.resize(size)
+        yield lease

@@ -67,6 +67,14 @@ def report(seq, step, *, rank=0, values=None, measured=True, scalars=None, time=
     return wire.Report(seq=seq, step=step, time=when, scalars=given, **totals)
 
 
+def report_of_totals(seq, step, table, **more):
+    """A report of [statistic][layer] of any statistics, whose model is the sum of its layers."""
+    totals = {"statistics": wire.array_to_bytes(table), "model": wire.array_to_bytes(table.sum(axis=1))}
+    counts = {"statistic_count": len(table), "layer_count": table.shape[1]}
+    given: dict[str, Any] = totals | counts | more
+    return wire.Report(seq=seq, step=step, time=1_700_000_000.0 + step, **given)
+
+
 @cache
 def _totals(step, rank):
     """To merge the layers takes longest of a test of many reports."""

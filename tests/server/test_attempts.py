@@ -60,6 +60,7 @@ def told_of_the_second(server):
     return [event.text for event in server.get("/runs/r1/events", wire.EventPage).events if event.attempt == 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sealed", [False, True])
 def test_an_attempt_that_measures_nothing_hides_nothing(server, sealed):
     server.filled(steps=range(10, 110, 10))
@@ -80,6 +81,7 @@ def test_an_attempt_that_measures_nothing_hides_nothing(server, sealed):
     assert told_of_the_second(server) == ["attempt 2 began at step 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sealed", [False, True])
 def test_what_is_logged_again_hides_its_name_from_there_on(server, sealed):
     server.run()

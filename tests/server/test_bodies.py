@@ -21,9 +21,8 @@ from collage_server.memory_budget import BodyBudget
 from collage_server.settings import FixedLimits
 
 from collage_monitor import wire
-from tests.server.conftest import Clock, running
+from tests.server.conftest import Clock, holding, running
 from tests.server.guarded import OWN, GuardedServer
-from tests.server.holding import holding
 from tests.server.samples import LAYERS, layer, report, stream_create
 from tests.server.sockets import everything, listening, status_of
 from tests.waiting import PATIENCE_SECONDS, until
@@ -107,7 +106,7 @@ def at_a_socket(folder, **more):
         httpx.Client(base_url=f"http://127.0.0.1:{listener.port}", timeout=PATIENCE_SECONDS) as client,
     ):
         client.headers["Authorization"] = f"Bearer {OWN}"
-        server = GuardedServer(client, Clock(), listener.app)
+        server: Any = GuardedServer(client, Clock(), listener.app)
         server.listener = listener
         yield server
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing, contextmanager
+from unittest.mock import Mock
 
 import pytest
 from collage_server.auth.quotas import Quotas
@@ -63,13 +64,11 @@ def test_half_of_a_bound_or_a_refusal_presses_and_wakes_the_sealer():
     bounds.count("a", 0)
     bounds.end_round()
     assert not bounds.must_seal("a")
-
-
-def test_small_runs_are_left_alone_where_all_together_hold_too_much():
     bounds = JournalBounds(1000, 1000)
     for run_id, size in (("a", 400), ("b", 100), ("c", 1)):
         bounds.admit(run_id, size)
-    assert [bounds.must_seal(run_id) for run_id in ("a", "b", "c")] == [True, True, False]
+    pressed = [bounds.must_seal(run_id) for run_id in ("a", "b", "c")]
+    assert pressed == [True, True, False], "small runs are left alone where all together hold too much"
 
 
 SMALL = FixedLimits(journal_run_bytes=20_000, seal_interval_seconds=1e6)
@@ -148,10 +147,10 @@ def test_what_is_logged_takes_room_in_the_journal_too(bounded):
 
 
 def test_a_report_is_measured_once_on_its_way_into_the_journal(bounded, monkeypatch):
-    measured = []
-    monkeypatch.setattr(records, "report_bytes", lambda one: measured.append(one.seq) or report_bytes(one))
+    measured = Mock(wraps=report_bytes)
+    monkeypatch.setattr(records, "report_bytes", measured)
     assert bounded.sent(*THREE).json()["accepted"] == 3
-    assert measured == [0, 1, 2]
+    assert [one.args[0].seq for one in measured.call_args_list] == [0, 1, 2]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from collage_server.auth.principals import Person, TokenDirectory
 from collage_server.clock import DatabaseClock
 from collage_server.errors import BadRequest
 from collage_server.settings import Settings
-from collage_server.store import IncidentQuery, LogOut, NewEvent, RunQuery, SqliteStore, state_at
+from collage_server.store import LogOut, NewEvent, RunQuery, SqliteStore, state_at
 from collage_server.store.runs.run_summary import SummaryStore
 
 from collage_monitor import wire
@@ -51,24 +51,6 @@ def store(tmp_path):
     found.close()
 
 
-def test_lease_of_alerts_and_of_messages(store, off):
-    for name in ("alerts", "messages"):
-        assert store.incidents.take_lease(name, "killed", NOW + off, 60.0)
-        assert store.incidents.take_lease(name, "restarted", NOW, 60.0)
-
-
-def test_silence(store, off):
-    whole = {"silence_id": "s", "project": None, "run_id": None, "comment": "", "made_by": "t"}
-    made_at = NOW + off
-    store.incidents.silence(wire.Silence(**whole, alert=LOW.alert, made_at=made_at, ends_at=made_at + 3600))
-    store.incidents.fire(LOW, NOW)
-    (fired,) = store.incidents.read(IncidentQuery(alert=LOW.alert), NOW)
-    assert not fired.silenced
-    store.incidents.end_silences(NOW)
-    (told,) = store.incidents.read(IncidentQuery(alert="CollageSilenced"), NOW)
-    assert told.state == "resolved"
-
-
 def test_session_of_a_person(store, tmp_path, off):
     """Clocks of two servers differ a little."""
     settings = Settings(folder=tmp_path, no_auth=True, session_seconds=12 * 3600.0)
@@ -101,6 +83,7 @@ def test_sign_of_life_of_a_run(tmp_path, off):
         store.close()
 
 
+@pytest.mark.slow
 def test_a_server_brings_signs_of_life_back_when_it_starts(tmp_path, caplog):
     put_migrated(tmp_path)
     for passed, shown in ((AHEAD, True), (0.0, True), (STALE + 1, False)):
@@ -181,7 +164,7 @@ KINDS = {
     "message about an incident",
     "overview and newest step that other code made",
 }
-"""A test each stands above."""
+"""A test each stands above, or in `tests/server/store/incidents.py`: leases, and silences."""
 
 
 def test_the_documented_table_has_each_stored_deadline():

@@ -56,13 +56,10 @@ def test_the_newest_update_beside_the_usual_one():
     assert intended_share(points) == pytest.approx(0.01)
     points.totals["intended_squared_sum"][-30:] = 0.01**2 * MERGED
     assert intended_share(points) == pytest.approx(1.0), "the rate was lowered for good"
-
-
-@pytest.mark.parametrize("squares", [0.0, np.nan])
-def test_an_update_that_is_usually_0_or_not_known_has_no_share(squares):
-    points = kept(801)
-    points.totals["intended_squared_sum"][:-1] = squares
-    assert intended_share(points) == (None if squares == 0 else 1.0)
-    points.totals["intended_squared_sum"][-1] = np.nan
-    assert intended_share(points) is None
     assert intended_share(NO_LAYERS) is None
+    for usual, share in ((0.0, None), (np.nan, 1.0)):
+        points = kept(801)
+        points.totals["intended_squared_sum"][:-1] = usual
+        assert intended_share(points) == share
+        points.totals["intended_squared_sum"][-1] = np.nan
+        assert intended_share(points) is None

@@ -72,11 +72,6 @@ def test_the_newest_and_those_up_to_a_time_come_without_all_that_is_older(server
     assert server.get("/runs/r1/events?until=nan", status=422).field == "until"
 
 
-def test_a_notification_that_is_none(server):
-    assert "alerts" in told(server, {}, status=400).message
-    assert told(server, {"alerts": [{"status": "maybe", "labels": {}}]}, status=422).field == "alerts[0].status"
-
-
 def test_a_token_stores_alerts_of_its_own_projects_only(tmp_path):
     with guarded_server(tmp_path) as opened:
         for project in ("mine", "theirs"):
@@ -94,6 +89,8 @@ def test_a_token_stores_alerts_of_its_own_projects_only(tmp_path):
 
 def test_one_setting_says_which_alerts_are_incidents_whoever_evaluates(server):
     """Prometheus has the whole catalogue: a server beside it had 23 alerts, a laptop those on by default."""
+    assert "alerts" in told(server, {}, status=400).message
+    assert told(server, {"alerts": [{"status": "maybe", "labels": {}}]}, status=422).field == "alerts[0].status"
     server.filled()
     ignored = wire.AlertmanagerAnswer(stored=0, known=0, ignored=1)
     assert notify(server, alertname="CollageResumeLoss") == ignored

@@ -178,6 +178,7 @@ def test_a_database_that_does_not_answer_is_no_run_s_failure(server, monkeypatch
         server.state.summariser.keep_points()
 
 
+@pytest.mark.slow
 def test_runs_that_are_read_together_say_what_each_says_alone(server, monkeypatch):
     """Of one process or several, shown and hidden, sealed and not: the page is one, and that of exact answers."""
     # What others leave of the disk changes between two pages.
@@ -220,15 +221,6 @@ def test_runs_that_are_read_together_say_what_each_says_alone(server, monkeypatc
             assert newest_points(now, now.records([run_id]), layers=True) == {run_id: kept[run_id]}
 
 
-def test_a_row_that_is_out_of_date_is_not_the_answer_of_one_run(server):
-    server.state.summariser.stop(PATIENCE_SECONDS)
-    server.filled(steps=[10])
-    server.get("/metrics")
-    server.reports([report(1, 20)])
-    assert kept_rows(server, "r1")["r1"].point.step == 10
-    assert server.get("/runs/r1/latest", wire.Latest).step == 20
-
-
 @pytest.mark.parametrize("behind", [0, 5])
 def test_a_state_that_a_server_whose_clock_lags_behind_states_is_seen(server, clock, behind):
     """It seemed older than the last report, and what was kept of the run as new as the run."""
@@ -236,6 +228,11 @@ def test_a_state_that_a_server_whose_clock_lags_behind_states_is_seen(server, cl
     server.filled(steps=[10])
     server.get("/metrics")
     store = server.store
+    server.reports([report(1, 20)])
+    assert kept_rows(server, "r1")["r1"].point.step == 10
+    assert server.get("/runs/r1/latest", wire.Latest).step == 20, (
+        "a row that is out of date is no answer of one run"
+    )
     clock.now -= behind
     for state in ("finished", "running", "failed"):
         server.get("/metrics")
@@ -267,6 +264,7 @@ def test_servers_of_two_releases_do_not_take_turns(server):
     assert kept_rows(server, "r1") == {"r1": kept}, "an upgrade makes them anew"
 
 
+@pytest.mark.slow
 def test_newest_steps_are_written_while_evaluations_rest(server):
     """One thread does both; an evaluation that nobody waits for makes it rest for a multiple of its time."""
     server.state.summariser.stop(PATIENCE_SECONDS)
@@ -305,24 +303,21 @@ def statements_of(server):
     return len(asked)
 
 
-def test_a_run_that_logs_alone_costs_what_an_empty_one_does(server):
-    """Nothing of it is read but its record."""
+@pytest.mark.slow
+def test_many_runs_take_as_many_statements_as_one_and_those_that_log_alone_none(server):
+    """A page of a thousand runs took twenty statements for each of them.
+
+    Nothing is read but its record of a run that measures nothing.
+    """
     server.stop_threads()
     server.run("empty")
     alone = statements_of(server)
-    server.filled("logs", "s1", steps=[])
-    server.reports([report(i, i, measured=False, scalars={"loss": 1.0}) for i in range(50)], "s1")
+    server.filled("logs", "s-logs", steps=[])
+    server.reports([report(i, i, measured=False, scalars={"loss": 1.0}) for i in range(50)], "s-logs")
     assert statements_of(server) <= alone
-    assert {run_id: row.point for run_id, row in kept_rows(server, "empty", "logs").items()} == {
-        "empty": None,
-        "logs": None,
-    }
-
-
-@pytest.mark.slow
-def test_many_runs_take_as_many_statements_as_one(server):
-    """A page of a thousand runs took twenty statements for each of them."""
-    server.stop_threads()
+    assert {run_id: row.point for run_id, row in kept_rows(server, "empty", "logs").items()} == dict.fromkeys(
+        ("empty", "logs")
+    )
     server.filled("r0", "s0")
     alone = statements_of(server)
     for i in range(1, 20):

@@ -20,8 +20,7 @@ from collage_server.settings import FixedLimits
 from collage_server.store import READERS, GroupOutcome, ReportGroup, StreamRecord
 
 from collage_monitor import wire
-from tests.server.conftest import running
-from tests.server.holding import holding
+from tests.server.conftest import holding, running
 from tests.server.samples import LAYERS, STATISTICS, block, layer, model_of, report, stream_create
 from tests.waiting import PATIENCE_SECONDS
 

@@ -4,6 +4,7 @@ import asyncio
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import httpx2
@@ -182,6 +183,9 @@ def test_numbers_are_those_of_the_server(ask, way):
     pairs = [line.split(",") for line in lines[lines.index("step,value") + 1 :]]
     assert [int(step) for step, _ in pairs] == own.steps
     assert [float(value) for _, value in pairs] == pytest.approx(own.values, rel=1e-4)
+    ask("since_when", run="run-falls")
+    asked = [path.rpartition("/")[2] for path in way.asked]
+    assert asked == ["series", "heatmap"], "six: both were asked for anew for each part of the answer"
     told = ask("worst_layers", run="run-plain", count=5)
     assert re.findall(r"<data>(.*)</data>: ([\d.]+)", told) == [(one.layer, f"{one.value:.5g}") for one in worst]
 
@@ -205,12 +209,6 @@ def test_what_users_wrote_is_bounded_and_marked(ask, tool, given):
     answer = ask(tool, **given)
     assert "Ignore your instructions" not in without_data(answer), answer
     assert answer.count("<data>") == answer.count("</data>") == len(re.findall(r"<data>[^<>]*</data>", answer))
-
-
-def test_since_when_takes_two_requests(ask, way):
-    """It took six: series and heatmap were asked for anew for each part of the answer."""
-    ask("since_when", run="run-falls")
-    assert [path.rpartition("/")[2] for path in way.asked] == ["series", "heatmap"]
 
 
 def test_an_answer_that_does_not_fit_says_how_much_is_missing(ask, way):
@@ -251,12 +249,18 @@ def served(tmp_path):
     double.kill()
 
 
+REACHES: list[dict[str, Any]] = [
+    {"role": "read", "projects": ["demo"]},
+    {"role": "read", "projects": ["other"]},
+    {"role": "ingest", "projects": None},
+]
+
+
 def test_over_http_each_request_reads_what_its_own_token_may(served, tmp_path):
     server, token = served
     with Client(server.url, token) as client:
         may_read, elsewhere, may_send = (
-            client.create_token(wire.TokenCreate(name="a token", role=role, projects=projects)).secret
-            for role, projects in (("read", ["demo"]), ("read", ["other"]), ("ingest", None))
+            client.create_token(wire.TokenCreate(name="a token", **given)).secret for given in REACHES
         )
     port = ports.free_port()
     address = f"http://127.0.0.1:{port}/mcp"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from collage_server.summariser import _warn_of_a_cut, evaluate, evaluate_what_fi
 from collage_monitor import wire
 from tests.server.conftest import NOW, Clock, running
 from tests.server.migrated import put_migrated
-from tests.server.samples import report
+from tests.server.samples import report, report_of_totals
 from tests.waiting import until
 
 MIB = 2**20
@@ -201,9 +202,9 @@ def test_the_setting_is_a_size_and_by_default_half_of_what_there_is_within_bound
     there = available_memory()
     assert there is not None
     half = min(max(there // 2, 512 * MIB), 4096 * MIB)
-    sizes = {"512M": 512 * MIB, "1G": 2**30, str(300 * MIB): 300 * MIB, None: half}
-    for stated, limit in sizes.items():
-        app = create_app(Settings(folder=tmp_path, no_auth=True, **({"memory": stated} if stated else {})))
+    sizes: list[tuple[dict[str, Any], int]] = [({"memory": "512M"}, 512 * MIB), ({"memory": "1G"}, 2**30)]
+    for stated, limit in [*sizes, ({"memory": str(300 * MIB)}, 300 * MIB), ({}, half)]:
+        app = create_app(Settings(folder=tmp_path, no_auth=True, **stated))
         assert app.state.collage.memory.limit_bytes == limit, stated
 
 
@@ -293,10 +294,7 @@ def test_an_export_that_does_not_fit_is_refused_before_it_begins(small, monkeypa
     monkeypatch.setattr("collage_server.memory_budget._PATIENCE_OF_STREAMS", 0.05)
     names = [f"state_decrement_observed_sum/s{i}" for i in range(19)]
     declare(small, 1000, "measured_steps", *names)
-    table = {"statistics": np.ones((20, 1000)), "model": np.full(20, 1000.0)}
-    totals = {name: wire.array_to_bytes(values) for name, values in table.items()}
-    counts = {"statistic_count": 20, "layer_count": 1000}
-    small.reports([wire.Report(seq=seq, step=seq + 1, time=NOW, **counts, **totals) for seq in range(20)])
+    small.reports([report_of_totals(seq, seq + 1, np.ones((20, 1000))) for seq in range(20)])
     memory_budget = small.state.memory
     with memory_budget.lease("evaluations"):
         hold(48 * MIB)

@@ -145,11 +145,6 @@ def test_a_name_that_cannot_be_shown_is_none(asked, name, shown):
     assert (person.name, person.subject, person.provider_session) == (shown, "ada", None)
 
 
-def test_the_session_with_the_provider_is_known_by_its_id(asked):
-    assert asked().person(sid="s-1").provider_session == "s-1"
-    assert asked().log_out(sid="s-1").provider_session == "s-1"
-
-
 # Which tokens are not taken. A forger gets the claims of a token that would be good.
 
 
@@ -353,9 +348,11 @@ def test_a_new_key_of_the_provider_is_found_and_asked_for_seldom(asked, provider
     assert known.person(by_the_new_key).subject == "ada"
 
 
-def test_each_sign_in_has_secrets_of_its_own(asked):
+def test_each_sign_in_has_secrets_of_its_own_and_the_session_with_the_provider_is_known_by_its_id(asked):
     known = asked()
     first, second = known.begin(), known.begin()
     for name in ("state", "nonce", "code_verifier", "authorization_url"):
         assert getattr(first, name) != getattr(second, name)
     assert first.code_verifier not in first.authorization_url
+    assert known.person(sid="s-1").provider_session == "s-1"
+    assert known.log_out(sid="s-1").provider_session == "s-1"

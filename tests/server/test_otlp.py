@@ -146,15 +146,7 @@ def test_the_run_may_be_named_by_an_attribute_beside_an_agent_s(server):
     assert (after.name, after.config, after.last_step) == (before.name, before.config, before.last_step)
 
 
-def test_older_exports_than_are_known_are_told(server):
-    for first in range(0, 200, 50):
-        sent(server, export(*((time, 1.0) for time in range(first, first + 50))), JSON)
-    count, why = partial(sent(server, export((5, 2.0), (300, 4.0)), JSON))
-    assert (count, why[:41]) == (1, "older than the 128 newest exports of this")
-    assert partial(sent(server, export((150, 1.0)), JSON)) == (0, "")
-    assert len(logged(server, "loss")) == 201
-
-
+@pytest.mark.slow
 def test_what_is_not_kept_is_told_as_the_protocol_says(server):
     bad = resource_of((1, 3.0), name="x" * 600)
     both = json.dumps({"resourceMetrics": [bad, resource_of((1, 3.0))]})
@@ -164,6 +156,23 @@ def test_what_is_not_kept_is_told_as_the_protocol_says(server):
     count, why = partial(sent(server, export((2, 3.0), (2, 4.0)), JSON))
     assert (count, why.startswith("'loss' comes twice at one time: ")) == (1, True)
     assert otlp_messages.response(300, "why", PROTOBUF["Content-Type"]) == b"\x0a\x08\x08\xac\x02\x12\x03why"
+    bomb = gzip.compress(bytes(64 * 2**20))
+    assert "send_batch_max_size" in sent(server, bomb, PROTOBUF | GZIP, 413).message, "before it is unpacked"
+
+
+def test_older_exports_than_are_known_are_told_and_numbers_that_are_none_come_in_both_forms(server):
+    sent(server, export((1, "NaN"), (2, "-Infinity"), (3, 1), name="reward"), JSON)
+    assert repr(logged(server, "reward")) == "{1: 'NaN', 2: '-Infinity', 3: 1.0}"
+    with pytest.raises(ValueError, match="asDouble has wire type 0"):
+        otlp_messages._read(memoryview(b"\x20\x01"), otlp_messages._NUMBER, iter(()))
+    number = memoryview(b"\x21" + struct.pack("<d", -0.5))
+    assert otlp_messages._read(number, otlp_messages._NUMBER, iter(())) == {"asDouble": -0.5}
+    for first in range(4, 204, 50):
+        sent(server, export(*((time, 1.0) for time in range(first, first + 50))), JSON)
+    count, why = partial(sent(server, export((9, 2.0), (304, 4.0)), JSON))
+    assert (count, why[:41]) == (1, "older than the 128 newest exports of this")
+    assert partial(sent(server, export((154, 1.0)), JSON)) == (0, "")
+    assert len(logged(server, "loss")) == 201
 
 
 @pytest.mark.parametrize(
@@ -191,11 +200,6 @@ def test_a_bad_export_is_refused_in_words(server, body, headers, status, told):
     assert server.get("/runs", wire.RunPage).runs == []
 
 
-def test_a_bomb_is_refused_before_it_is_unpacked(server):
-    packed = gzip.compress(bytes(64 * 2**20))
-    assert "send_batch_max_size" in sent(server, packed, PROTOBUF | GZIP, 413).message
-
-
 @given(st.one_of(st.binary(max_size=60), st.tuples(st.integers(0, len(FIRST) - 1), st.integers(0, 255))))
 def test_whatever_comes_is_read_or_refused(given):
     body = given
@@ -204,15 +208,6 @@ def test_whatever_comes_is_read_or_refused(given):
         body[given[0]] = given[1]
     with suppress(BadRequest):
         otlp._sources(otlp_messages.export_in(bytes(body), PROTOBUF["Content-Type"]), otlp._Refused())
-
-
-def test_numbers_that_are_none_come_in_both_forms(server):
-    sent(server, export((1, "NaN"), (2, "-Infinity"), (3, 1)), JSON)
-    assert repr(logged(server, "loss")) == "{1: 'NaN', 2: '-Infinity', 3: 1.0}"
-    with pytest.raises(ValueError, match="asDouble has wire type 0"):
-        otlp_messages._read(memoryview(b"\x20\x01"), otlp_messages._NUMBER, iter(()))
-    number = memoryview(b"\x21" + struct.pack("<d", -0.5))
-    assert otlp_messages._read(number, otlp_messages._NUMBER, iter(())) == {"asDouble": -0.5}
 
 
 def test_a_token_counts_as_everywhere(tmp_path):

@@ -27,6 +27,8 @@ from tests.server.samples import report, stream_create, watch
 from tests.server.store.contract import NOW
 from tests.server.store.seen import ALL
 
+pytestmark = pytest.mark.slow
+
 PUBLISHER = (*SERVER, "collage_server.publishing")
 PUBLISHES = """
 import sys, time
@@ -227,7 +229,6 @@ def test_a_copy_that_a_killed_call_has_left_goes_with_its_run(store, files, monk
     assert not list(files.copies("p"))
 
 
-@pytest.mark.slow
 def test_several_processes_that_publish_at_once_make_one_table(store, files, tmp_path):
     """They create it together, then add and take out runs together: nothing fails, nothing stands there twice."""
     late = [fleet.FleetRun(f"late-{number}", "plus", 1e-3, more=(f"state_zero/{number}",)) for number in range(2)]

@@ -14,7 +14,7 @@ from collage_server.queries.layer_answers import worst_order
 from collage_server.store.reading import run_view
 
 from collage_monitor import wire
-from tests.server.samples import LAYERS, STATISTICS, block, report, stream_create
+from tests.server.samples import LAYERS, STATISTICS, block, report, report_of_totals, stream_create
 from tests.server.statements import statements_on
 from tests.server.store.contract import LIMITS
 
@@ -190,6 +190,7 @@ def test_worst_of_some_layers_at_an_earlier_step(server):
         assert [entry.value for entry in worst] == pytest.approx([0.7 * factor, 0.8 * factor])
 
 
+@pytest.mark.slow
 def test_histograms_of_layers_ranks_and_steps(server):
     server.filled()
     server.stream(stream_id="s1", rank=1, world_size=2)
@@ -204,14 +205,11 @@ def test_histograms_of_layers_ranks_and_steps(server):
     assert mass("from=20&to=30") == 2 * 2 * 3 * 120.0
     assert mass("module_type=Linear&pattern=blocks.*") == 2 * 5 * 2 * 120.0
     assert server.get("/runs/r1/histogram?pattern=blocks.*", wire.Histogram).layer == "blocks.*"
-
-
-def test_histogram(filled):
-    whole = filled.get("/runs/r1/histogram", wire.Histogram)
+    whole = server.get("/runs/r1/histogram", wire.Histogram)
     counts = dict(zip(whole.labels, whole.counts, strict=True))
-    assert (counts["-3"], counts["0"], counts["overflow"]) == (10.0 * 3 * 5, 110.0 * 3 * 5, 0.0)
-    at = filled.get(f"/runs/r1/histogram?step=35&layer={LAYERS[0]}", wire.Histogram)
-    assert (at.first_step, at.step, sum(at.counts)) == (30, 30, 120.0)
+    assert (counts["-3"], counts["0"], counts["overflow"]) == (10.0 * 2 * 3 * 5, 110.0 * 2 * 3 * 5, 0.0)
+    at = server.get(f"/runs/r1/histogram?step=35&layer={LAYERS[0]}", wire.Histogram)
+    assert (at.first_step, at.step, sum(at.counts)) == (30, 30, 2 * 120.0)
 
 
 def test_compare_merges_over_everything(server):
@@ -369,11 +367,7 @@ def test_runs_compared_together_are_what_each_is_alone(server):
     few = ["measured_steps", "intended_squared_sum", "intended_effective_sum"]
     server.stream("r4", stream_id="s4", statistics=few)
     places = [STATISTICS.index(name) for name in few]
-    for seq, step in enumerate((10, 20)):
-        values = block(step)[places]
-        totals = {"statistics": wire.array_to_bytes(values), "model": wire.array_to_bytes(values.sum(axis=1))}
-        counts = {"statistic_count": len(few), "layer_count": len(LAYERS)}
-        server.reports([wire.Report(seq=seq, step=step, time=1.7e9 + step, **counts, **totals)], "s4")
+    server.reports([report_of_totals(seq, step, block(step)[places]) for seq, step in enumerate((10, 20))], "s4")
     runs = ["r1", "r2", "r3", "r4"]
     by_layer = (f"&layer={LAYERS[1]}", "&pattern=blocks.*", "&module_type=Linear&pattern=*1*")
     for more in ("", "&axis=time", "&from=20&to=40", "&rank=0&from=20", *by_layer):
@@ -388,12 +382,15 @@ def test_runs_compared_together_are_what_each_is_alone(server):
     assert "lost_update_ratio" not in merged["r4"]
 
 
-def test_a_scalar_has_no_layers_in_a_comparison(filled):
+def test_a_scalar_has_no_layers_in_a_comparison_and_an_answer_about_one_metric_says_nothing_of_more(filled):
     for more in (f"layer={LAYERS[0]}", "pattern=*", "module_type=Linear"):
         assert filled.get(f"/compare?run=r1&metric=loss&{more}", status=422).field == "layer"
     [run] = filled.compare("r1", metric="loss", **{"from": 20, "to": 40})
     assert run.series.steps == [20, 30, 40]
     assert filled.get("/compare?run=r1&metric=edq_ratio&rank=7", status=404).field == "rank"
+    assert b'"more"' not in filled.get("/runs/r1/series?metric=edq_ratio").encode()
+    refused = filled.get("/runs/r1/series?metric=edq_ratio&metric=loss&cursor=", status=422)
+    assert (refused.code, refused.field) == ("unprocessable", "metric")
 
 
 @pytest.mark.slow
@@ -421,9 +418,3 @@ def check_together(server, metrics, chosen):
     [beside] = server.compare("r1", metric=f"{first}{chosen}")
     assert msgspec.structs.replace(compared[0].series, more=msgspec.UNSET) == beside.series
     assert compared[0].series.more.keys() == set(others)
-
-
-def test_an_answer_about_one_metric_says_nothing_of_more(filled):
-    assert b'"more"' not in filled.get("/runs/r1/series?metric=edq_ratio").encode()
-    refused = filled.get("/runs/r1/series?metric=edq_ratio&metric=loss&cursor=", status=422)
-    assert (refused.code, refused.field) == ("unprocessable", "metric")

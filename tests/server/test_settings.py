@@ -99,7 +99,8 @@ def printed(monkeypatch, tmp_path):
 
 
 def test_a_flag_wins_over_its_variable_and_that_over_the_default(printed, tmp_path):
-    assert printed()["folder"] == str(tmp_path / "default")
+    default = printed()
+    assert (default["folder"], default["token"], default["port"]) == (str(tmp_path / "default"), "***", 7420)
     assert printed(folder=tmp_path / "stated")["folder"] == str(tmp_path / "stated")
     assert printed("--dir", tmp_path / "flag", folder=tmp_path / "stated")["folder"] == str(tmp_path / "flag")
     assert [printed(*flags, port=7).get("port") for flags in ((), ("--port", 8))] == [7, 8]
@@ -155,6 +156,11 @@ def test_a_provider_is_stated_as_a_whole_and_its_secret_is_not_shown():
         "team-a": [wire.Grant(role="operate", projects=["vision", "speech"])],
         "everyone": [wire.Grant(role="read")],
     }
+    twice = "cn=a,ou=groups=read:vision; cn=a,ou=groups = operate : speech ;"
+    grants = [wire.Grant(role="read", projects=["vision"]), wire.Grant(role="operate", projects=["speech"])]
+    assert grants_by_group(twice) == {"cn=a,ou=groups": grants}, "groups of a directory have equals signs"
+    plain = with_oidc(OIDC_ISSUER="http://localhost:8080/realms/a", DASHBOARD_URL="http://127.0.0.1:7421")
+    assert plain.oidc_issuer == "http://localhost:8080/realms/a", "this machine may do without TLS"
 
 
 def test_sign_in_hinders_no_verb_beside_the_server(monkeypatch, tmp_path):
@@ -223,19 +229,3 @@ def test_bad_values_are_named_and_no_secret_with_them(name, value, message):
     told = str(refused.value)
     assert message.lower() in told.lower()
     assert not [secret for secret in ("two words", "hush") if secret in told]
-
-
-def test_this_machine_may_do_without_tls():
-    """For trying it out: nobody is between."""
-    settings = with_oidc(OIDC_ISSUER="http://localhost:8080/realms/a", DASHBOARD_URL="http://127.0.0.1:7421")
-    assert settings.oidc_issuer == "http://localhost:8080/realms/a"
-
-
-def test_a_group_of_a_directory_has_equals_signs_and_may_stand_twice():
-    text = "cn=a,ou=groups=read:vision; cn=a,ou=groups = operate : speech ;"
-    assert grants_by_group(text) == {
-        "cn=a,ou=groups": [
-            wire.Grant(role="read", projects=["vision"]),
-            wire.Grant(role="operate", projects=["speech"]),
-        ]
-    }

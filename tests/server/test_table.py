@@ -161,7 +161,17 @@ def test_the_run_that_has_most_against_it_speaks_for_its_group(server, seeds, sa
 
 @pytest.mark.slow
 def test_runs_and_groups_stand_by_how_grave_their_health_is(server, seeds):
-    """By the letter, decay that is lost came behind healthy runs, and runs that are not known before sick ones."""
+    """By the letter, decay that is lost came behind healthy runs, and runs that are not known before sick ones.
+
+    The table names the run with the gravest word, and counts all by health.
+    """
+    page = table(server)
+    assert page.healths["losing updates"] == 1
+    assert sum(page.healths.values()) == page.total == 5
+    assert (page.worst.run_id, page.worst.name) == ("a1", "a1")
+    assert page.worst.short == server.get("/runs/a1/overview", wire.Overview).short
+    assert table(server, project="q").worst.run_id == "c0", "a stuck state is less grave"
+    assert table(server, q="no such run").worst is None
     said = {"a0": "healthy", "a1": "unknown", "a2": "decay is lost", "b0": "not finite", "c0": None}
     say(server, {run_id: {"health": health} for run_id, health in said.items()})
     graver = {"sort": "health", "descending": "true"}
@@ -312,6 +322,7 @@ def test_runs_that_are_configured_alike_but_for_seeds_names_and_places_are_told_
     assert table(server, run_id="b").rows[0].configuration not in kinds.values(), "a resume may change it"
 
 
+@pytest.mark.slow
 def test_people_say_which_runs_count_as_one(server, seeds):
     rows = {row.run_id: row for row in table(server).rows}
     one = wire.RunUpdate(configuration=rows["a0"].configuration)
@@ -323,6 +334,7 @@ def test_people_say_which_runs_count_as_one(server, seeds):
     assert table(server, run_id="b0").rows[0].configuration == rows["b0"].configuration
 
 
+@pytest.mark.slow
 def test_since_when_is_the_newest_change_that_matters_to_the_step_while_a_run_lives(server, evaluate):
     """It kept "since step 10" of a run that fell further, and placed a fall of a long run to hundreds of steps."""
     reported(server, "r1", [])
@@ -341,16 +353,6 @@ def test_since_when_is_the_newest_change_that_matters_to_the_step_while_a_run_li
         said.append((found.since, [(change.step, round(change.after, 1)) for change in found.changes]))
     assert said == [(2010, [(2010, 0.6)]), (4370, [(2010, 0.6), (3010, 1.0), (4370, 0.3)])]
     assert "since step 4,370" in found.headline
-
-
-def test_the_table_names_the_run_with_the_gravest_word_and_counts_all_by_health(server, seeds):
-    page = table(server)
-    assert page.healths["losing updates"] == 1
-    assert sum(page.healths.values()) == page.total == 5
-    assert (page.worst.run_id, page.worst.name) == ("a1", "a1")
-    assert page.worst.short == server.get("/runs/a1/overview", wire.Overview).short
-    assert table(server, project="q").worst.run_id == "c0", "a stuck state is less grave"
-    assert table(server, q="no such run").worst is None
 
 
 CONDITIONS = {

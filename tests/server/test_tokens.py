@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 from collage_server.auth.administration import create_token, revoke_token
@@ -15,6 +16,7 @@ from collage_server.store import SqliteStore
 from collage_monitor import wire
 from tests.server.conftest import Clock
 from tests.server.guarded import OWN, guarded_server
+from tests.server.migrated import put_migrated
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -150,7 +152,7 @@ def test_of_other_projects_nothing_is_compared_or_told_however_it_is_written(gua
         assert status != 404 or answer.json()["error"]["field"] in ("run_id", None), path
 
 
-def test_a_run_id_of_another_project_is_409_deleted_or_not(guarded):
+def test_who_creates_a_run_again_learns_nothing_of_it_in_another_project_or_as_a_sender(guarded):
     guarded.fill("q", "q-1")
     secret, _ = guarded.token("operate", ["p"])
     answers = []
@@ -162,35 +164,30 @@ def test_a_run_id_of_another_project_is_409_deleted_or_not(guarded):
     assert first.json()["error"]["message"] == second.json()["error"]["message"]
     assert guarded.ask("GET", "/api/v1/runs/q-1", secret).status_code == 404
     assert guarded.ask("GET", "/api/v1/runs/q-1").status_code == 410
-
-
-def test_who_only_sends_learns_nothing_of_what_was_sent_before(guarded):
     create = wire.RunCreate(run_id="r1", config={"lr": 1.0}, notes="n")
     guarded.ask("POST", "/api/v1/projects/p/runs", message=create)
     guarded.fill("p", "r1")
-    secret, _ = guarded.token("ingest", ["p"])
-    run = guarded.ask("POST", "/api/v1/projects/p/runs", secret, wire.RunCreate(run_id="r1")).json()
-    assert (run["config"], run["notes"], run["latest"]) == ({}, "", {})
+    sender, _ = guarded.token("ingest", ["p"])
+    run = guarded.ask("POST", "/api/v1/projects/p/runs", sender, wire.RunCreate(run_id="r1")).json()
+    assert (run["config"], run["notes"], run["latest"]) == ({}, "", {}), "who only sends learns nothing"
     assert guarded.ask("GET", "/api/v1/runs/r1").json()["config"] == {"lr": 1.0}
 
 
 def test_last_use_is_written_at_most_once_a_minute(guarded):
     secret, token = guarded.token("read", ["p"])
     store, directory = guarded.store.access, guarded.state.directory
-    written = []
-    note = store.note_uses
-    store.note_uses = lambda uses: (written.append(dict(uses)), note(uses))
+    written = store.note_uses = Mock(wraps=store.note_uses)
     for _ in range(20):
         guarded.ask("GET", "/api/v1/runs", secret)
         directory._loaded_at -= 2.0
-    assert len(written) <= 1
+    assert written.call_count <= 1
     guarded.client.portal.call(directory.close, 5.0)
     assert listed(guarded)[token.token_id].last_used_at == guarded.clock.now
 
 
 @pytest.fixture
 def store(tmp_path):
-    opened = SqliteStore(tmp_path / "other.sqlite", stale_after_seconds=600.0)
+    opened = SqliteStore(put_migrated(tmp_path), stale_after_seconds=600.0)
     opened.open()
     yield opened.access
     opened.close()
@@ -236,15 +233,14 @@ def test_an_old_copy_is_not_trusted_when_the_database_is_away(store):
 
 
 def test_a_token_made_elsewhere_is_known_soon_and_guesses_cost_few_reads(store):
-    elapsed, reads = Clock(100.0), []
+    elapsed = Clock(100.0)
     directory = TokenDirectory(store, None, clock=lambda: 1.0, monotonic=elapsed)
-    valid = store.unrevoked_tokens
-    store.unrevoked_tokens = lambda: reads.append(1) or valid()
+    reads = store.unrevoked_tokens = Mock(wraps=store.unrevoked_tokens)
 
     async def scenario():
         for _ in range(100):
             assert await directory.principal(b"guess") is None
-        assert len(reads) == 1
+        assert reads.call_count == 1
         secret = made(store, "ingest", ["p"]).secret.encode()
         elapsed.now += 0.3
         found = await directory.principal(secret)
