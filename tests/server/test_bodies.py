@@ -27,6 +27,8 @@ from tests.server.samples import LAYERS, layer, report, stream_create
 from tests.server.sockets import everything, listening, status_of
 from tests.waiting import PATIENCE_SECONDS, until
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 JSON = {"Content-Type": wire.JSON}
 GZIP = {"Content-Encoding": "gzip"}
@@ -38,7 +40,6 @@ def batch(count, content_type=wire.MSGPACK):
     return wire.encode_batch(wire.ReportBatch(reports=[report(i, i + 1) for i in range(count)]), content_type)
 
 
-@pytest.mark.slow
 def test_what_is_sent_in_gzip_arrives_as_if_plain(server):
     server.filled(steps=())
     for body, headers, counted in ((gzip.compress(batch(50)), GZIP, (50, 0)), (batch(50), {}, (0, 50))):
@@ -59,7 +60,6 @@ def test_damaged_bodies_are_400_and_other_encodings_415(server):
         assert told in error.message
 
 
-@pytest.mark.slow
 def test_a_quarter_of_a_gigabyte_behind_a_small_body_is_413_and_costs_little_memory():
     stream = zlib.compressobj(9, wbits=31)
     body = b"".join([stream.compress(bytes(MIB)) for _ in range(256)]) + stream.flush()
@@ -118,7 +118,6 @@ def large(tmp_path_factory):
         yield server
 
 
-@pytest.mark.slow
 def test_json_beyond_a_mebibyte_is_refused_and_told_what_to_send(large):
     """Its decoder holds the interpreter until it is done."""
     body = batch(1, wire.JSON).ljust(MIB)
@@ -133,7 +132,6 @@ def test_json_beyond_a_mebibyte_is_refused_and_told_what_to_send(large):
         assert f"send {wire.MSGPACK}" in error.message
 
 
-@pytest.mark.slow
 def test_what_a_large_body_holds_too_much_of_is_refused_by_name(large):
     tiny = b'{"seq":1,"step":1,"time":1},'
     error = large.post(REPORTS, b'{"reports":[' + 6000 * tiny + tiny[:-1] + b"]}", status=413, headers=JSON)
@@ -143,7 +141,6 @@ def test_what_a_large_body_holds_too_much_of_is_refused_by_name(large):
     large.post("/runs/r1/streams", layers.replace(b'"rank":0', b'"rank":"0"'), status=422, headers=JSON)
 
 
-@pytest.mark.slow
 def test_a_stream_of_many_layers_as_json(large):
     layers = [layer(f"block.{i}.weight") for i in range(1000)]
     message = wire.encode_message(stream_create("s1", layers=layers, rank=1, world_size=2), wire.JSON)
@@ -159,7 +156,6 @@ def many_scalars(count=wire.LIMITS["reports_per_batch"], **more):
     return wire.ReportBatch(reports=[wire.Report(seq=seq, **given) for seq in range(count)])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("content_type", "count"), [(wire.MSGPACK, 5000), (wire.JSON, 300)])
 def test_a_large_batch_is_neither_decoded_nor_checked_on_the_event_loop(large, monkeypatch, content_type, count):
     threads: dict[str, set[int]] = {"decoded_batch": set(), "check_batch": set()}
@@ -180,7 +176,6 @@ def test_a_large_batch_is_neither_decoded_nor_checked_on_the_event_loop(large, m
     assert all(seen and seen.isdisjoint(event_loop) for seen in threads.values()), threads
 
 
-@pytest.mark.slow
 def test_a_large_batch_is_decoded_report_by_report():
     """Other threads get on only between two calls of Python's: decoded at once, 13 MB hold them up for 0.1 s."""
     sent_batch = many_scalars()
@@ -228,7 +223,6 @@ def begun(server, size, secret=OWN, **headers):
     return client
 
 
-@pytest.mark.slow
 def test_idle_and_slow_senders_keep_nobody_out_though_a_commit_was_slow(slow):
     budget = slow.state.memory.bodies
     idle = [begun(slow, 0, **CHUNKED) for _ in range(8)]
@@ -242,7 +236,6 @@ def test_idle_and_slow_senders_keep_nobody_out_though_a_commit_was_slow(slow):
     until(lambda: budget.arriving == 0, "their room")
 
 
-@pytest.mark.slow
 def test_a_token_and_a_project_leave_room_for_others(slow):
     mine, theirs = (slow.token("ingest", [project])[0] for project in ("slow", "quick"))
     limit = slow.state.memory.bodies.limit
@@ -272,7 +265,6 @@ def test_a_share_is_of_the_token_and_of_the_project():
     assert (budget.bytes, budget.arriving, dict(budget.held_by)) == (0, 0, {})
 
 
-@pytest.mark.slow
 def test_a_body_is_waited_for_as_long_as_it_comes(slow, monkeypatch):
     """Whoever sends something is given time for more; who sends nothing is not, whatever the header promised."""
     monkeypatch.setattr(bodies, "_PATIENCE_SECONDS", 0.2)

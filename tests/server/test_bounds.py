@@ -169,56 +169,35 @@ def create(guarded, run_id, project="p", tags=()):
     return guarded.ask("POST", f"/api/v1/projects/{project}/runs", message=message)
 
 
-def limit_of(answer):
+def check_refused(answer, field, limit, advice="put new ones into another project"):
     assert answer.status_code == 422, answer.text
     error = answer.json()["error"]
-    return error["field"], error["limit"]
+    assert (error["field"], error["limit"]) == (field, limit)
+    assert error["message"].endswith(f"delete runs of it, or {advice}")
 
 
-def test_runs_of_a_project(tmp_path):
-    with guarded_server(tmp_path, runs_per_project=2) as guarded:
-        assert create(guarded, "a").status_code == 201
-        assert create(guarded, "b").status_code == 201
-        assert limit_of(create(guarded, "c")) == ("runs_per_project", 2)
-        assert create(guarded, "a").status_code == 200, "resuming is always allowed"
-        assert create(guarded, "c", project="q").status_code == 201
-        guarded.ask("DELETE", "/api/v1/runs/a")
-        assert create(guarded, "d").status_code == 201
-
-
-def test_tags_of_a_project_count_once_however_many_runs_bear_them(tmp_path):
-    with guarded_server(tmp_path, FixedLimits(tags_per_project=3)) as guarded:
+def test_what_one_project_may_hold(tmp_path):
+    """Tags count once, however many runs bear them."""
+    bounds = FixedLimits(tags_per_project=3, layers_per_project=5)
+    with guarded_server(tmp_path, bounds, runs_per_project=3) as guarded:
         assert create(guarded, "a", tags=["x", "y"]).status_code == 201
         assert create(guarded, "b", tags=["x", "y", "z"]).status_code == 201
-        assert limit_of(create(guarded, "c", tags=["w"])) == ("tags_per_project", 3)
-        assert limit_of(create(guarded, "a", tags=["w"])) == ("tags_per_project", 3)
+        for run_id in ("c", "a"):
+            check_refused(create(guarded, run_id, tags=["w"]), "tags_per_project", 3)
         for tags, status in ((["w"], 422), (["z"], 200)):
             answer = guarded.ask("PATCH", "/api/v1/runs/a", message=wire.RunUpdate(tags=tags))
             assert answer.status_code == status
-
-
-def test_layers_of_a_project(tmp_path):
-    with guarded_server(tmp_path, FixedLimits(layers_per_project=5)) as guarded:
+        assert create(guarded, "c").status_code == 201
+        raised = "start the server with a higher COLLAGE_SERVER_RUNS_PER_PROJECT"
+        check_refused(create(guarded, "d"), "runs_per_project", 3, raised)
+        assert create(guarded, "a").status_code == 200, "resuming is always allowed"
+        assert create(guarded, "d", project="q").status_code == 201
+        guarded.ask("DELETE", "/api/v1/runs/c")
         guarded.fill("p", "a")
-        assert create(guarded, "b").status_code == 201
+        assert create(guarded, "e").status_code == 201
+        guarded.ask("DELETE", "/api/v1/runs/e")
         guarded.fill("p", "b")
-        assert limit_of(create(guarded, "c")) == ("layers_per_project", 5)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "advice"),
-    [
-        ({"runs_per_project": 1}, "start the server with a higher COLLAGE_SERVER_RUNS_PER_PROJECT"),
-        ({"limits": FixedLimits(tags_per_project=1)}, "put new ones into another project"),
-        ({"limits": FixedLimits(layers_per_project=1)}, "put new ones into another project"),
-    ],
-)
-def test_the_message_says_what_to_do(tmp_path, bounds, advice):
-    with guarded_server(tmp_path, **bounds) as guarded:
-        guarded.fill("p", "a")
-        create(guarded, "b")
-        message = create(guarded, "c", tags=["x", "y"]).json()["error"]["message"]
-        assert message.endswith(f"delete runs of it, or {advice}")
+        check_refused(create(guarded, "f"), "layers_per_project", 5)
 
 
 def test_creating_a_run_costs_the_same_in_a_project_of_many(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from dataclasses import replace
@@ -11,8 +10,7 @@ from pathlib import Path
 import pytest
 from collage_server.alerts import Messenger
 from collage_server.alerts.targets import Target
-from collage_server.auth.administration import end_sessions, open_session
-from collage_server.auth.principals import Person, TokenDirectory
+from collage_server.auth.administration import end_sessions
 from collage_server.clock import DatabaseClock
 from collage_server.errors import BadRequest
 from collage_server.settings import Settings
@@ -49,16 +47,6 @@ def store(tmp_path):
     found.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
     yield found
     found.close()
-
-
-def test_session_of_a_person(store, tmp_path, off):
-    """Clocks of two servers differ a little."""
-    settings = Settings(folder=tmp_path, no_auth=True, session_seconds=12 * 3600.0)
-    person = Person("ada", "Ada", (wire.Grant(role="read", projects=None),))
-    for began_at, counts in ((NOW, True), (NOW + 60, True), (NOW + off, False)):
-        made = open_session(store.access, person, settings, began_at, "oidc")
-        directory = TokenDirectory(store.access, None, clock=lambda: NOW)
-        assert (asyncio.run(directory.principal(made.secret.encode())) is not None) == counts
 
 
 def test_log_out_token_of_a_provider(store, off):
@@ -164,7 +152,7 @@ KINDS = {
     "message about an incident",
     "overview and newest step that other code made",
 }
-"""A test each stands above, or in `tests/server/store/incidents.py`: leases, and silences."""
+"""A test each stands above; of leases and silences in `store/incidents.py`, of sessions in `test_provider_sign_in`."""
 
 
 def test_the_documented_table_has_each_stored_deadline():

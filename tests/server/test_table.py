@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from math import inf, nan
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
 import numpy as np
 import pytest
-from collage_server.store import schema
+from collage_server.queries.overview import edq_changes, intended_share
+from collage_server.store import Points, schema
 from collage_server.store.row_checks import update_rows
 from collage_server.store.row_helpers import to_json
 from collage_server.summariser import MADE_BY
@@ -19,9 +22,12 @@ import collage_monitor
 from collage_monitor import wire
 from collage_monitor.diagnosis import WORDS_VERSION
 from collage_monitor.seeds import mean_over_seeds
+from collage_monitor.statistics import statistics_for
 from tests.server.reads import evaluate_due
 from tests.server.samples import LAYERS, STATISTICS, block, report
 from tests.waiting import PATIENCE_SECONDS, until
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -72,7 +78,6 @@ def say(server, said):
             update_rows(connection, schema.run_summary, values, schema.run_summary.c.run_id == run_id)
 
 
-@pytest.mark.slow
 def test_rows_are_filtered_sorted_and_paged_by_the_server(server, evaluate):
     for place, (name, project) in enumerate((("alpha", "p"), ("beta", "q"), ("gamma", "p"))):
         reports = [report(i, 10 + i, values=arrived(10 + i, 0.2 * (place + 1))) for i in range(3)]
@@ -114,52 +119,42 @@ def listed(page):
     return [entry.group.runs and list(entry.group.runs) if entry.group else entry.run.run_id for entry in page.rows]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("by", "expected"),
-    [
-        ("strategy", [["c0"], ["b0", "a2", "a1", "a0"]]),
-        ("group", [["c0"], ["a2", "a1", "a0"], ["b0"]]),
-        ("configuration", [["c0"], ["a2", "a1", "a0"], ["b0"]]),
-    ],
-)
-def test_runs_that_differ_by_seed_alone_are_one_row(server, seeds, by, expected):
-    page = groups(server, by=by, sort="loss", descending="false")
-    assert (listed(page), page.total) == (expected, len(expected))
-    page = groups(server, by=by, sort="loss", descending="false", q="a", project="p")
-    row = page.rows[-1].group if by == "strategy" else page.rows[0].group
+def test_runs_that_differ_by_seed_alone_are_one_row(server, seeds):
     loss = mean_over_seeds([2.0, 2.5, 3.0]) or pytest.fail("three values have a mean")
-    if by != "strategy":
-        assert (row.numbers["loss"].value, row.numbers["loss"].spread) == (loss.value, loss.spread)
-        assert (row.count, row.states, row.groups, row.strategy) == (3, {"running": 3}, ["low"], "plain")
-        assert row.healths["losing updates"] == 1
-        assert row.health == "losing updates"
-        assert row.headline == server.get("/runs/a1/overview", wire.Overview).headline
-    single = groups(server, by=by, project="q").rows[0].group
-    assert (single.numbers["loss"].count, single.numbers["loss"].spread) == (1, None)
+    apart = [["c0"], ["a2", "a1", "a0"], ["b0"]]
+    order = {"sort": "loss", "descending": "false"}
+    for by, expected in (
+        ("strategy", [["c0"], ["b0", "a2", "a1", "a0"]]),
+        ("group", apart),
+        ("configuration", apart),
+    ):
+        page = groups(server, by=by, **order)
+        assert (listed(page), page.total) == (expected, len(expected))
+        single = groups(server, by=by, project="q").rows[0].group
+        assert (single.numbers["loss"].count, single.numbers["loss"].spread) == (1, None)
+        if by != "strategy":
+            row = groups(server, by=by, q="a", project="p", **order).rows[0].group
+            assert (row.numbers["loss"].value, row.numbers["loss"].spread) == (loss.value, loss.spread)
+            assert (row.count, row.states, row.groups, row.strategy) == (3, {"running": 3}, ["low"], "plain")
+            assert (row.health, row.healths["losing updates"]) == ("losing updates", 1)
+            assert row.headline == server.get("/runs/a1/overview", wire.Overview).headline
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("said", "speaks"),
-    [
+def test_the_run_that_has_most_against_it_speaks_for_its_group(server, seeds):
+    for said, speaks in (
         ({"a0": ("healthy", 0.1), "a1": ("losing updates", 0.9), "a2": ("unknown", 0.2)}, "a1"),
         ({"a0": ("healthy", 0.1), "a1": (None, 0.9), "a2": ("unknown", 0.2)}, "a2"),
         ({"a0": ("healthy", 0.5), "a1": ("healthy", 0.4), "a2": ("healthy", 0.6)}, "a1"),
         ({"a0": ("not finite", 0.5), "a1": ("losing updates", None), "a2": ("losing updates", 0.4)}, "a1"),
         ({"a0": ("losing updates", 0.5), "a1": ("not finite", -0.4), "a2": ("healthy", -0.6)}, "a1"),
-    ],
-    ids=["against", "not known", "all healthy", "no EDQ", "negative EDQ"],
-)
-def test_the_run_that_has_most_against_it_speaks_for_its_group(server, seeds, said, speaks):
-    for run_id, (health, edq) in said.items():
-        text = to_json(wire.Overview(run_id=run_id, health=health or "unknown", headline=f"headline of {run_id}"))
-        say(server, {run_id: {"health": health, "edq_ratio": edq, "overview": text}})
-    [row] = [entry.group for entry in groups(server, by="group").rows if entry.group.groups == ["low"]]
-    assert row.headline == f"headline of {speaks}"
+    ):
+        for run_id, (health, edq) in said.items():
+            text = to_json(wire.Overview(run_id=run_id, health=health or "unknown", headline=f"of {run_id}"))
+            say(server, {run_id: {"health": health, "edq_ratio": edq, "overview": text}})
+        [row] = [entry.group for entry in groups(server, by="group").rows if entry.group.groups == ["low"]]
+        assert row.headline == f"of {speaks}", said
 
 
-@pytest.mark.slow
 def test_runs_and_groups_stand_by_how_grave_their_health_is(server, seeds):
     """By the letter, decay that is lost came behind healthy runs, and runs that are not known before sick ones.
 
@@ -180,7 +175,6 @@ def test_runs_and_groups_stand_by_how_grave_their_health_is(server, seeds):
     assert listed(groups(server, by="group", **graver)) == [["b0"], ["a2", "a1", "a0"], ["c0"]]
 
 
-@pytest.mark.slow
 def test_an_open_group_is_followed_by_its_runs_on_any_page(server, seeds):
     order = {"by": "group", "sort": "loss", "descending": "false"}
     whole = groups(server, **order)
@@ -219,22 +213,16 @@ def test_a_number_and_the_verdict_that_quotes_it_come_from_one_evaluation(server
     assert found.numbers["edq_ratio"] == pytest.approx(merged, rel=1e-12)
     assert f"{merged:.3f}" in found.text + found.headline
     assert table(server).live == {found.health: 1}
-
-
-@pytest.mark.slow
-def test_a_run_is_due_again_when_something_came_and_gone_with_its_run(server, evaluate):
-    server.filled("r1", "s1")
-    assert (evaluate(), evaluate()) == (["r1"], [])
+    assert evaluate() == []
     server.clock.now += 1
     server.reports([report(9, 90, values=arrived(90, 0.5))], "s1")
-    assert evaluate() == ["r1"]
+    assert evaluate() == ["r1"], "due again when something came"
     assert server.get("/runs/r1/overview", wire.Overview).last_step == 90
     server.send("DELETE", "/runs/r1", kind=wire.Deleted)
     assert (evaluate(), table(server).rows) == ([], [])
     server.get("/runs/r1/overview", status=410)
 
 
-@pytest.mark.slow
 def test_what_another_release_said_is_said_anew(server, evaluate, monkeypatch):
     """Of a finished run nothing comes any more: its words stayed those of the release that it ended under."""
     server.filled("r1", "s1")
@@ -277,7 +265,6 @@ def test_a_loss_that_is_not_finite_is_told_with_its_first_step(server, evaluate,
     assert f"Loss is not finite, since step {since}" in found.headline
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "since", "told"),
     [
@@ -322,7 +309,6 @@ def test_runs_that_are_configured_alike_but_for_seeds_names_and_places_are_told_
     assert table(server, run_id="b").rows[0].configuration not in kinds.values(), "a resume may change it"
 
 
-@pytest.mark.slow
 def test_people_say_which_runs_count_as_one(server, seeds):
     rows = {row.run_id: row for row in table(server).rows}
     one = wire.RunUpdate(configuration=rows["a0"].configuration)
@@ -334,7 +320,6 @@ def test_people_say_which_runs_count_as_one(server, seeds):
     assert table(server, run_id="b0").rows[0].configuration == rows["b0"].configuration
 
 
-@pytest.mark.slow
 def test_since_when_is_the_newest_change_that_matters_to_the_step_while_a_run_lives(server, evaluate):
     """It kept "since step 10" of a run that fell further, and placed a fall of a long run to hundreds of steps."""
     reported(server, "r1", [])
@@ -386,7 +371,6 @@ def configured(server, evaluate):
     evaluate()
 
 
-@pytest.mark.slow
 def test_conditions_hold_for_columns_and_for_entries_of_the_configuration(server, configured):
     found = {text: ids(table(server, where=quote(text))) for text in CONDITIONS}
     assert found == CONDITIONS
@@ -396,15 +380,11 @@ def test_conditions_hold_for_columns_and_for_entries_of_the_configuration(server
     assert row.count == 2
     opened = groups(server, by="strategy", where=quote("depth = 12"), config="depth", open=quote(row.key))
     assert opened.rows[1].run.config == {"depth": 12}
-
-
-def test_a_condition_that_cannot_be_read_is_told_with_what_to_write(server):
     for text in ("lr", "> 3", "loss > high", "arch < gpt", "age < 3", 'a"b = 1', "tag > x", "age ~ 2d"):
         answer = server.get(f"/run-table?where={quote(text)}", status=422)
         assert (answer.field, text in answer.message) == ("where", True), text
 
 
-@pytest.mark.slow
 def test_views_are_saved_by_project_under_a_name_replaced_and_deleted(server):
     def save(project, name, search, status=201):
         create = wire.SavedViewCreate(name=name, search=search)
@@ -423,3 +403,58 @@ def test_views_are_saved_by_project_under_a_name_replaced_and_deleted(server):
     assert (refused.limit, "delete one" in refused.message) == (200, True)
     for name, search in (("", ""), ("a", "a b")):
         save("p", name, search, 422)
+
+
+MERGED, STEPS = 16, 1600
+NOISE = 0.001
+
+
+def kept(fall, width=MERGED):
+    """Points of `width` steps; the last before `fall` arrive whole, all others to the half."""
+    edq = 1.0 + NOISE * np.random.default_rng(fall).normal(size=STEPS)
+    edq[fall - 1 :] -= 0.5
+    last = np.arange(width, STEPS + 1, width)
+    arrived = edq.reshape(-1, width).sum(1)
+    totals = {"intended_squared_sum": np.full(len(last), float(width)), "intended_effective_sum": arrived}
+    assert set(totals) >= set(statistics_for("edq_ratio", intervals=False)) - {"measured_steps"}
+    totals["measured_steps"] = np.full(len(last), float(width))
+    ones = np.ones(len(last), dtype=np.int64)
+    places = {"first_steps": last - width + 1, "steps": last, "times": last.astype(float)}
+    return Points(**places, ranks=ones, counts=width * ones, totals=totals)
+
+
+def some(points: Points, chosen: Any) -> Points:
+    names = ("first_steps", "steps", "times", "ranks", "counts")
+    columns: dict[str, Any] = {name: getattr(points, name)[chosen] for name in names}
+    return replace(points, **columns, totals={name: values[chosen] for name, values in points.totals.items()})
+
+
+NO_LAYERS = replace(some(kept(801), slice(0)), totals={})
+
+
+@pytest.mark.parametrize("fall", [801, 808, 816])
+@pytest.mark.parametrize("finer", [None, MERGED, MERGED // 4, 1])
+def test_a_change_is_placed_within_the_finest_point_that_is_kept(fall, finer):
+    def read(first, last):
+        points = kept(fall, finer)
+        return some(points, (points.first_steps >= first) & (points.steps <= last))
+
+    [found] = edq_changes(kept(fall), NO_LAYERS, read if finer else None)
+    width = finer or MERGED
+    assert found.last_before < fall <= found.first_changed <= fall + width
+
+
+def test_the_newest_update_beside_the_usual_one():
+    points = kept(801)
+    assert intended_share(points) == 1.0
+    points.totals["intended_squared_sum"][-1] *= 0.01**2
+    assert intended_share(points) == pytest.approx(0.01)
+    points.totals["intended_squared_sum"][-30:] = 0.01**2 * MERGED
+    assert intended_share(points) == pytest.approx(1.0), "the rate was lowered for good"
+    assert intended_share(NO_LAYERS) is None
+    for usual, share in ((0.0, None), (np.nan, 1.0)):
+        points = kept(801)
+        points.totals["intended_squared_sum"][:-1] = usual
+        assert intended_share(points) == share
+        points.totals["intended_squared_sum"][-1] = np.nan
+        assert intended_share(points) is None
