@@ -152,7 +152,7 @@ KINDS = {
     "message about an incident",
     "overview and newest step that other code made",
 }
-"""A test each stands above; of leases and silences in `store/incidents.py`, of sessions in `test_provider_sign_in`."""
+"""A test each stands above; of leases and silences in `store/incidents.py`, of sessions in sign-in's tests."""
 
 
 def test_the_documented_table_has_each_stored_deadline():

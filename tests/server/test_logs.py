@@ -54,23 +54,19 @@ def test_a_secret_is_masked_wherever_it_comes_from_and_whatever_its_characters_b
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_a_message_cannot_forge_a_line(written, form):
-    buffer = written(form)
-    logging.getLogger("x").warning("one\n2026-11-21T00:00:00.000Z INFO x forged\r\x1b[31m")
+def test_neither_a_message_nor_an_exception_can_forge_a_line(written, form):
+    buffer, logger = written(form), logging.getLogger("x")
+    logger.warning("one\n2026-11-21T00:00:00.000Z INFO x forged\r\x1b[31m")
     assert len(buffer.getvalue().splitlines()) == 1
     assert "\x1b" not in buffer.getvalue()
-
-
-def test_nor_can_an_exception(written):
-    buffer = written("text")
     try:
         raise ValueError("one\n2026-11-21T00:00:00.000Z INFO x forged\rtwo")
     except ValueError:
-        logging.getLogger("x").exception("failed")
-    first, *others = buffer.getvalue().splitlines()
-    assert first.endswith("ERROR x failed")
-    assert "forged" in others[-1]
+        logger.exception("failed")
+    _, first, *others = buffer.getvalue().splitlines()
+    assert "forged" in [first, *others][-1]
     assert all(line.startswith("  ") for line in others)
+    assert first.endswith("ERROR x failed") if form == "text" else others == []
 
 
 def test_of_many_refusals_some_are_written_and_all_are_counted(written):
