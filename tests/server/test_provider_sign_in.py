@@ -300,8 +300,12 @@ def test_a_log_out_token_counts_once(guarded, provider):
     assert status(guarded, session.secret) == 401
 
 
-def test_what_is_no_form_with_one_good_token_ends_nothing(guarded, provider):
+def test_what_is_no_form_with_one_good_token_ends_nothing_and_a_full_disk_keeps_nobody_out(guarded, provider):
+    """Who cannot sign in cannot see why the server takes no reports."""
+    guarded.state.guard._reason = "the disk is full"
     session = signed_in(guarded, provider)
+    create = wire.TokenCreate(name="n", role="read", projects=None)
+    assert guarded.ask("POST", "/api/v1/tokens", message=create).status_code == 503
     forged = provider.signed(provider.log_out_claims(sub="ada", nonce="as ID tokens have"))
     two, many = b"logout_token=a&logout_token=b", b"x=1&" * 20
     others = (b"logout_token", b"\xff=\xff", b'{"logout_token": 1}', b"logout_token=" + forged.encode())
@@ -309,13 +313,5 @@ def test_what_is_no_form_with_one_good_token_ends_nothing(guarded, provider):
         answer = guarded.client.post(BACK_CHANNEL, content=body)
         assert (answer.status_code, answer.json()["error"]["field"]) == (400, "logout_token")
     assert status(guarded, session.secret) == 200
-
-
-def test_a_full_disk_keeps_nobody_out(guarded, provider):
-    """Who cannot sign in cannot see why the server takes no reports."""
-    guarded.app.state.collage.guard._reason = "the disk is full"
-    session = signed_in(guarded, provider)
-    create = wire.TokenCreate(name="n", role="read", projects=None)
-    assert guarded.ask("POST", "/api/v1/tokens", message=create).status_code == 503
     assert log_out(guarded, provider.signed(provider.log_out_claims(sub="ada"))).status_code == 200
     assert status(guarded, session.secret) == 401
