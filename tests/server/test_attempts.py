@@ -136,6 +136,7 @@ def evaluated(server, steps):
     return attempt
 
 
+@pytest.mark.slow
 def test_a_second_writers_curve_stands_beside_the_trainings_and_nothing_else_of_the_run_moves(server):
     server.filled()
     before, gauges = server.get("/runs/r1", wire.Run), server.get("/metrics")

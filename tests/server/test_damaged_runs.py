@@ -20,6 +20,8 @@ from collage_monitor.command.mcp import runs
 from tests.server.conftest import NOW
 from tests.server.samples import report
 
+pytestmark = pytest.mark.slow
+
 DAMAGE = {
     "a number": "UPDATE run SET seed = 4 WHERE run_id = 'r1'",
     "no text any more": "UPDATE run SET notes = CAST(x'80' AS TEXT) WHERE run_id = 'r1'",
@@ -45,7 +47,6 @@ def three(server):
     return server
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_lists_name_a_damaged_run_and_answer_for_the_others(three, damage):
     change(three, DAMAGE[damage])
@@ -86,7 +87,6 @@ def test_newest_steps_are_kept_of_the_others(three, caplog):
     assert ([run.run_id for run in page.runs], [run.run_id for run in page.damaged]) == (["r2", "r0"], ["r1"])
 
 
-@pytest.mark.slow
 def test_no_text_is_refused_for_one_that_is_damaged(three):
     """All of the pages and filters were: SQLite's driver refuses the rows of a question at the first such text."""
     for table, column in (("run", "name"), ("run", "strategy"), ("run_tag", "tag"), ("run_latest", "scalars")):
@@ -107,7 +107,6 @@ def test_a_database_that_holds_no_text_any_more_is_not_away(three):
     assert len(store.runs.page(RunQuery(), NOW, 600.0).runs) == 2
 
 
-@pytest.mark.slow
 def test_pages_go_on_after_a_damaged_run_and_clients_count_and_say_it(three, monkeypatch):
     change(three, DAMAGE["a number"])
     found: list[str] = []

@@ -35,6 +35,7 @@ def test_a_selection_of_runs_is_one_table(server, client):
     assert client.frame("r1", layers=False).column("run").to_pylist() == ["r1"] * 5
 
 
+@pytest.mark.slow
 def test_runs_are_a_table_with_what_is_said_of_each(server, client):
     """A column of several kinds is text: Arrow refused them."""
     kinds = ({"mixed": 0.1, "warm": True, "steps": 1}, {"mixed": "auto", "warm": 1, "steps": 2.5})
