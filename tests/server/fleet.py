@@ -9,6 +9,7 @@ import zlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from collage_server.store import ReportGroup, SqliteStore
@@ -16,7 +17,7 @@ from collage_server.store.archive.file_storage import Folder
 
 from collage_monitor import wire
 from tests.server.migrated import put_migrated
-from tests.server.samples import STATISTICS, report, stream_create, watch
+from tests.server.samples import STATISTICS, report, report_of_totals, stream_create, watch
 from tests.server.store.contract import LIMITS, NOW
 
 __all__ = ["FLEET", "FleetRun", "archive_all", "fill", "opened"]
@@ -66,9 +67,8 @@ def numbers(run, step, attempt):
     at = {key: np.zeros(len(NAMES)) for key in run.keys}
     elements = float(run.width * 16)
     depth = np.arange(len(NAMES))
-    lost = (
-        (1 - _KEPT[run.strategy]) * (1 + step / 40 + depth) * (1e-3 / run.rate) ** 0.25 * chance.uniform(0.7, 1.3)
-    )
+    grows = (1 + step / 40 + depth) * (1e-3 / run.rate) ** 0.25
+    lost = (1 - _KEPT[run.strategy]) * grows * chance.uniform(0.7, 1.3)
     squares = chance.lognormal(size=len(NAMES))
     at["measured_steps"][:] = 1
     at["elements"][:] = elements
@@ -82,9 +82,8 @@ def numbers(run, step, attempt):
     at["distorted"] = active - at["lost"] - at["faithful"]
     at["unchanged"] = at["lost"] + 4
     at["intended_squared_sum"] = squares
-    at["intended_effective_sum"] = (
-        squares * (1 - 0.8 * np.minimum(lost, 1.0)) * chance.uniform(0.98, 1.02, len(NAMES))
-    )
+    arrived = squares * (1 - 0.8 * np.minimum(lost, 1.0))
+    at["intended_effective_sum"] = arrived * chance.uniform(0.98, 1.02, len(NAMES))
     at["intended_visible_sum"] = 0.9 * at["intended_effective_sum"]
     at["effective_squared_sum"] = squares
     at["gradient_squared_sum"] = chance.lognormal(size=len(NAMES))
@@ -112,39 +111,25 @@ def launch(store, run, attempt, first_step, rank=0):
     """One attempt: registered, and all that a rank of it reports."""
     launched = f"launch-{attempt}"
     store.streams.create_attempt(run.run_id, wire.AttemptCreate(launch_id=launched, first_step=first_step), NOW)
-    layers = [
-        wire.Layer(
-            name=name, shape=[run.width, 16], dtype="bfloat16", elements=16 * run.width, module_type="Linear"
-        )
-        for name in NAMES
-    ]
+    given: dict[str, Any] = {"dtype": "bfloat16", "elements": 16 * run.width, "module_type": "Linear"}
+    layers = [wire.Layer(name=name, shape=[run.width, 16], **given) for name in NAMES]
     stream_id = f"{run.run_id}-{attempt}" + (f"-{rank}" if rank else "")
     watched = watch(run.strategy)
     create = stream_create(stream_id, launched, layers=layers, statistics=run.keys, watch=watched, rank=rank)
     store.streams.create_stream(run.run_id, create, NOW)
     stream = store.streams.stream_record(stream_id)
     steps = range(first_step, run.steps + 1)
-    store.journal.append(
-        [ReportGroup(stream, [report_of(run, i, step, attempt + 10 * rank) for i, step in enumerate(steps)])], NOW
-    )
+    reports = [report_of(run, i, step, attempt + 10 * rank) for i, step in enumerate(steps)]
+    store.journal.append([ReportGroup(stream, reports)], NOW)
 
 
 def report_of(run, seq, step, attempt):
     values = numbers(run, step, attempt)
-    at = dict(zip(run.keys, values, strict=True))
     # Shards merge by the sum, but for what is no amount of the step.
-    model = [at[key].max() if key == "measured_steps" else at[key].sum() for key in run.keys]
-    plain = report(seq, step, values=np.zeros((len(STATISTICS), len(NAMES))))
-    return wire.Report(
-        seq=seq,
-        step=step,
-        time=plain.time,
-        scalars=plain.scalars,
-        statistic_count=values.shape[0],
-        layer_count=values.shape[1],
-        statistics=wire.array_to_bytes(values),
-        model=wire.array_to_bytes(np.array(model)),
-    )
+    merged = zip(run.keys, values, strict=True)
+    model = np.array([row.max() if key == "measured_steps" else row.sum() for key, row in merged])
+    scalars = report(seq, step, measured=False).scalars
+    return report_of_totals(seq, step, values, model=wire.array_to_bytes(model), scalars=scalars)
 
 
 def opened(folder):

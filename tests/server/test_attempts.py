@@ -37,9 +37,8 @@ def logs_only(server, points, attempt=2, first_step=None, first_seq=0):
         server.attempt(launch_id=f"launch-{attempt}", first_step=step)
         quiet: dict[str, object] = {"layers": [], "statistics": [], "watch": None}
         server.stream(stream_id=f"s{attempt - 1}", launch_id=f"launch-{attempt}", **quiet)
-    sent = [
-        report(seq, step, measured=False, scalars=scalars) for seq, (step, scalars) in enumerate(points, first_seq)
-    ]
+    numbered = enumerate(points, first_seq)
+    sent = [report(seq, step, measured=False, scalars=scalars) for seq, (step, scalars) in numbered]
     server.reports(sent, f"s{attempt - 1}")
 
 

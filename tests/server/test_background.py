@@ -76,9 +76,7 @@ def test_every_journal_is_sealed_as_far_as_it_is_due_and_one_that_cannot_be_hold
 
     store.error, store.refuses = error, refuses
     with store.sealer():
-        until(
-            lambda: [run_id for run_id, due in store.due.items() if due] == ["poison"], "the sealing of all others"
-        )
+        until(lambda: {run_id for run_id, due in store.due.items() if due} == {"poison"}, "the sealing of others")
     assert sorted(store.sealed) == [("a", 5.0), ("a", 5.0), ("b", 5.0)]
     assert "run poison cannot be sealed" in caplog.text
 

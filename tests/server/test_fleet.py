@@ -79,9 +79,8 @@ def layers_that_lose_first(api):
                     place = (3 * 16 * run.width, layer)
                     first[place] = min(step, first.get(place, step))
                     runs[place].add(run.run_id)
-    return sorted(
-        [(*place, step, len(runs[place])) for place, step in first.items()], key=lambda r: (r[0], r[2], r[1])
-    )
+    rows = [(*place, step, len(runs[place])) for place, step in first.items()]
+    return sorted(rows, key=lambda row: (row[0], row[2], row[1]))
 
 
 def cost_by_rate(api):
@@ -285,9 +284,8 @@ def test_clickhouse_gives_them(answered, tmp_path, monkeypatch):
     # It reads files of the working folder alone.
     monkeypatch.chdir(table)
     with session_of.Session(str(tmp_path / "chdb")) as session:
-        session.query(
-            f"create view layers as select * except (layer, name), name as layer from deltaLakeLocal('{table}')"
-        )
+        columns = "* except (layer, name), name as layer"
+        session.query(f"create view layers as select {columns} from deltaLakeLocal('{table}')")
         session.query(f"create view runs as select * from file('{table}/runs.parquet', Parquet)")
         for (title, sql), expected in zip(QUESTIONS, answers, strict=True):
             found = json.loads(session.query(in_dialect(sql, "ClickHouse"), "JSONCompact").bytes())

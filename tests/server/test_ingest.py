@@ -8,7 +8,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from anyio.to_thread import current_default_thread_limiter
@@ -21,7 +20,7 @@ from collage_server.store import READERS, GroupOutcome, ReportGroup, StreamRecor
 
 from collage_monitor import wire
 from tests.server.conftest import holding, running
-from tests.server.samples import LAYERS, STATISTICS, block, layer, model_of, report, stream_create
+from tests.server.samples import LAYERS, STATISTICS, block, layer, model_of, report, report_of_totals, stream_create
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -278,17 +277,9 @@ def test_an_unknown_statistic_is_left_out_and_holds_up_nothing(server, sealed):
     names = [*STATISTICS[:5], "sign_agreement", *STATISTICS[5:]]
     stream = server.stream(statistics=names)
     assert (stream.statistics, stream.unknown_statistics) == (STATISTICS, ["sign_agreement"])
-    blocks = [np.insert(block(step), 5, 77.0, axis=0) for step in (10, 20)]
-    reports = [report(seq, step) for seq, step in enumerate((10, 20))]
-    sent = [
-        msgspec.structs.replace(
-            entry,
-            statistic_count=len(names),
-            statistics=wire.array_to_bytes(values),
-            model=wire.array_to_bytes(np.insert(model_of(np.delete(values, 5, axis=0)), 5, 77.0)),
-        )
-        for entry, values in zip(reports, blocks, strict=True)
-    ]
+    tables = [np.insert(block(step), 5, 77.0, axis=0) for step in (10, 20)]
+    models = [wire.array_to_bytes(np.insert(model_of(block(step)), 5, 77.0)) for step in (10, 20)]
+    sent = [report_of_totals(i, 10 * i + 10, tables[i], model=models[i], scalars={"loss": 1.0}) for i in range(2)]
     assert server.reports(sent).accepted == 2
     again = server.stream(statistics=[*names, "update_ulp_histogram/1", "another"])
     assert again.unknown_statistics == ["sign_agreement", "another"]

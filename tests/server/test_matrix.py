@@ -55,16 +55,9 @@ BODIES = {
     "views": wire.SavedViewCreate(name="mine", search="state=failed"),
     "tokens": wire.TokenCreate(name="another", role="read", projects=["mine"]),
 }
-EXPORT = {
-    "resourceMetrics": [
-        {
-            "resource": {"attributes": [{"key": "collage.run_id", "value": {"stringValue": "mine-1"}}]},
-            "scopeMetrics": [
-                {"metrics": [{"name": "loss", "gauge": {"dataPoints": [{"timeUnixNano": "1", "asInt": "2"}]}}]}
-            ],
-        }
-    ]
-}
+RESOURCE = {"attributes": [{"key": "collage.run_id", "value": {"stringValue": "mine-1"}}]}
+LOSS = {"name": "loss", "gauge": {"dataPoints": [{"timeUnixNano": "1", "asInt": "2"}]}}
+EXPORT = {"resourceMetrics": [{"resource": RESOURCE, "scopeMetrics": [{"metrics": [LOSS]}]}]}
 """A trainer's export to OTLP's route."""
 OF_RUN: dict[str, Any] = {"labels": {"run_id": "mine-1"}, "run_id": "mine-1", "project": "mine", "started_at": NOW}
 FIRING = NewIncident(alert="CollageEdqLow", severity="warning", source="server", text="EDQ is low", **OF_RUN)

@@ -156,12 +156,7 @@ QUESTIONS = [
     ("How do they compare?", "compare", {"runs": ["run-plain", "run-plus"]}, ["8 bytes", "validation_loss 2."]),
     ("Over what?", "compare", {"runs": ["run-plain", "run-plus"]}, ["of updates lost over steps 290 to 600,"]),
     ("What to use?", "recommended_strategy", {"runs": DEMO}, ["Use Collage <data>plus</data>", "(12 bytes a para"]),
-    (
-        "In a project?",
-        "recommended_strategy",
-        {"project": "demo"},
-        ["Use ", "2 of 3 runs: losing updates, EDQ 0.6"],
-    ),
+    ("In a project?", "recommended_strategy", {"project": "demo"}, ["2 of 3 runs: losing updates, EDQ 0.6"]),
     ("What fires now?", "incidents", {"state": "firing"}, ["CollageEdqLow (warning), firing", "run run-plain"]),
     ("And the loss?", "curve", {**PLUS, "metric": "loss", "points": 200}, ["step,value", "600,"]),
     ("A layer's EDQ?", "curve", {**PLAIN, "layer": "head.weight", "points": 20}, ["20 points", "lowest 0.7"]),
@@ -259,9 +254,8 @@ REACHES: list[dict[str, Any]] = [
 def test_over_http_each_request_reads_what_its_own_token_may(served, tmp_path):
     server, token = served
     with Client(server.url, token) as client:
-        may_read, elsewhere, may_send = (
-            client.create_token(wire.TokenCreate(name="a token", **given)).secret for given in REACHES
-        )
+        creates = [wire.TokenCreate(name="a token", **given) for given in REACHES]
+        may_read, elsewhere, may_send = (client.create_token(create).secret for create in creates)
     port = ports.free_port()
     address = f"http://127.0.0.1:{port}/mcp"
     started = command("serve", "mcp", "--http", "--port", port, "--server-url", server.url)

@@ -80,9 +80,8 @@ def store(tmp_path):
 
 def declare(store, layers, statistic_count, *, ranks=1, own_layers=False):
     """A stream for each rank; the layers are those of all ranks, or each rank's own."""
-    states = [
-        f"state_decrement_{kind}_sum/s{i}" for i in range(statistic_count) for kind in ("observed", "intended")
-    ]
+    kinds = ("observed", "intended")
+    states = [f"state_decrement_{kind}_sum/s{i}" for i in range(statistic_count) for kind in kinds]
     statistics = [*FIRST, *states][:statistic_count]
     for rank in range(ranks):
         names = [f"{rank if own_layers else ''}l{i}" for i in range(layers)]
@@ -194,9 +193,8 @@ def test_of_a_long_journal_what_is_not_asked_for_stands_in_memory_once(store):
     """All its totals by layer, 16 MiB here, were put side by side for one of them: 22 MiB."""
     declare_samples(store)
     statistics, layers = len(STATISTICS), len(LAYERS)
-    held: Any = SimpleNamespace(
-        stream_id="s0", statistic_count=statistics, layer_count=layers, statistics=bytes(8 * statistics * layers)
-    )
+    counts = {"statistic_count": statistics, "layer_count": layers}
+    held: Any = SimpleNamespace(stream_id="s0", statistics=bytes(8 * statistics * layers), **counts)
     count = 2**24 // len(held.statistics)
     with traced() as peak:
         streams = {"s0": store.streams.stream_record("s0")}
@@ -348,10 +346,9 @@ def test_too_many_scalars_of_a_report_or_gaps_of_a_batch_are_refused_before_they
         batch, refused = decoded_batch(body, wire.MSGPACK)
     assert peak[0] < len(body) / 10
     assert [report.seq for report in batch.reports] == [0, 2]
-    assert [(entry.index, entry.seq, entry.code, entry.field, entry.limit) for entry in refused] == [
-        (1, 1, "too_many", "scalars", NAMES)
-    ]
-    assert refused[0].message == f"300000 scalars, at most {NAMES}"
+    [entry] = refused
+    assert (entry.index, entry.seq, entry.code, entry.field) == (1, 1, "too_many", "scalars")
+    assert (entry.limit, entry.message) == (NAMES, f"300000 scalars, at most {NAMES}")
     alone, refused = decoded_batch(msgspec.msgpack.encode({"reports": some[1:2]}), wire.MSGPACK)
     assert (alone.reports, len(refused)) == ([], 1)
     gap = {"first_seq": 1, "last_seq": 2, "reason": "full"}

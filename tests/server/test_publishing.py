@@ -316,10 +316,8 @@ RANKS = fleet.FleetRun("ranks", "plus", 1e-3)
 def of_a_rank(store, rank):
     """Another rank's reports of a run that has ended."""
     layers = [wire.Layer(name=name, shape=[16, 16], dtype="bfloat16", elements=256) for name in fleet.NAMES]
-    more = {"layers": layers, "statistics": RANKS.keys, "watch": watch("plus")}
-    store.streams.create_stream(
-        "ranks", stream_create(f"ranks-{rank}", "launch-1", rank=rank, world_size=2, **more), NOW
-    )
+    more = {"layers": layers, "statistics": RANKS.keys, "watch": watch("plus"), "rank": rank, "world_size": 2}
+    store.streams.create_stream("ranks", stream_create(f"ranks-{rank}", "launch-1", **more), NOW)
     stream = store.streams.stream_record(f"ranks-{rank}")
     reports = [fleet.report_of(RANKS, seq, seq + 1, 1) for seq in range(RANKS.steps)]
     store.journal.append([ReportGroup(stream, reports)], NOW + rank)

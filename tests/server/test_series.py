@@ -58,25 +58,21 @@ def test_a_point_a_step_and_one_that_merges_the_whole_run(filled):
     assert whole.maximum == pytest.approx([max(series.values)])
 
 
-def test_a_layer_and_a_pattern(filled):
-    one = filled.series("edq_ratio", layer=LAYERS[1], points=1)
-    assert one.values == pytest.approx([edq_ratio(layers=1)])
-    both = filled.series("edq_ratio", pattern="blocks.*", points=1)
-    assert both.values == pytest.approx([edq_ratio(layers=slice(1, 3))])
-
-
 @pytest.mark.slow
-def test_by_module_type(filled):
-    linear = filled.series("edq_ratio", module_type="Linear", points=1)
-    assert linear.values == pytest.approx([edq_ratio(layers=slice(1, 3))])
-    assert linear.layer == "Linear"
-    both = filled.series("edq_ratio", module_type="Linear", pattern="*.1.*", points=1)
-    assert both.values == pytest.approx([edq_ratio(layers=2)])
+def test_of_a_layer_a_pattern_and_a_module_type(filled):
+    for chosen, layers in (
+        ({"layer": LAYERS[1]}, 1),
+        ({"pattern": "blocks.*"}, slice(1, 3)),
+        ({"module_type": "Linear"}, slice(1, 3)),
+        ({"module_type": "Linear", "pattern": "*.1.*"}, 2),
+    ):
+        series = filled.series("edq_ratio", points=1, **chosen)
+        assert series.values == pytest.approx([edq_ratio(layers=layers)]), chosen
+    assert filled.series("edq_ratio", module_type="Linear").layer == "Linear"
     heatmap = filled.get("/runs/r1/heatmap?metric=edq_ratio&module_type=Linear&points=2", wire.Heatmap)
     assert heatmap.layers == LAYERS[1:]
-    assert [row[-1] for row in heatmap.values] == pytest.approx(
-        [edq_ratio(steps=[40, 50], layers=1), edq_ratio(steps=[40, 50], layers=2)]
-    )
+    last = [edq_ratio(steps=[40, 50], layers=layer) for layer in (1, 2)]
+    assert [row[-1] for row in heatmap.values] == pytest.approx(last)
     worst = filled.get("/runs/r1/worst?module_type=Embedding", list[wire.WorstLayer])
     assert [entry.layer for entry in worst] == [LAYERS[0]]
 
@@ -95,23 +91,20 @@ def test_a_module_type_that_is_not_there(filled):
         assert error.field == field
 
 
-def test_undefined_and_a_zero_denominator_are_null_and_tokens_those_logged_at_or_before_the_step(server):
+def test_the_undefined_is_null_scalars_keep_what_is_not_finite_and_tokens_are_the_last_logged(server):
     server.filled(steps=())
-    logged = {20: {"tokens": 64.0}, 40: {"tokens": 128.0}}
-    server.reports([report(i, step, scalars=logged.get(step, {})) for i, step in enumerate(STEPS)])
+    tokens = {20: {"tokens": 64.0}, 40: {"tokens": 128.0}}
+    server.reports([report(i, step, scalars=tokens.get(step, {})) for i, step in enumerate(STEPS)])
     assert server.series("edq_ratio", axis="tokens").positions == [None, 64.0, 64.0, 128.0, 128.0]
     values = block(60)
     values[STATISTICS.index("intended_squared_sum")] = 0.0
-    server.reports([report(5, 60, values=values)])
+    server.reports([report(5, 60, values=values, scalars={})])
     assert server.series("edq_ratio").values[-1] is None
     undefined = server.series("edq_oracle_ratio")
     assert (undefined.values, undefined.low) == ([None] * 6, None)
-
-
-def test_logged_scalars_keep_non_finite_values(server):
-    server.filled(steps=())
-    values = [1.0, float("nan"), float("inf"), float("-inf")]
-    server.reports([report(i, i + 1, scalars={"loss": value}, measured=False) for i, value in enumerate(values)])
+    logged = [1.0, float("nan"), float("inf"), float("-inf")]
+    sent = [report(i, 10 * i, scalars={"loss": value}, measured=False) for i, value in enumerate(logged, 7)]
+    server.reports(sent)
     assert server.series("loss").values == [1.0, "NaN", "Infinity", "-Infinity"]
     assert server.get("/runs/r1", wire.Run).scalars["loss"].value == "-Infinity"
 

@@ -70,10 +70,7 @@ def test_a_folder_is_stated_or_the_users_data_folder(tmp_path):
     [
         ({}, "--token-file"),
         ({"host": "0.0.0.0", "token": OWN}, "--allowed-host"),
-        *(
-            ({"no_auth": True, "host": host}, "loopback")
-            for host in ("0.0.0.0", "::", "192.168.1.5", "example.com")
-        ),
+        *(({"no_auth": True, "host": host}, "loopback") for host in ("0.0.0.0", "::", "192.168.1.5", "box.lan")),
         *(({"token": token}, "too weak") for token in ("password", "12345678901234567890", "x" * 64)),
         *(({"no_auth": True, "memory": size}, "COLLAGE_SERVER_MEMORY") for size in ("255M", "1", "512MB", "half")),
         *(({"no_auth": True, "memory": size}, "COLLAGE_SERVER_MEMORY") for size in ("-1M", "")),
@@ -142,9 +139,7 @@ OIDC = {
 
 def with_oidc(but=(), **other):
     stated = {name: value for name, value in OIDC.items() if name not in but} | other
-    return settings_from_environment(
-        {**BASE, **{f"COLLAGE_SERVER_{name}": value for name, value in stated.items()}}
-    )
+    return settings_from_environment(BASE | {f"COLLAGE_SERVER_{name}": value for name, value in stated.items()})
 
 
 def test_a_provider_is_stated_as_a_whole_and_its_secret_is_not_shown():
