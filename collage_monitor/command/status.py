@@ -1,7 +1,7 @@
 """`status`: whether a server is well, in a table for a person or as JSON for a monitor.
 
 It reads `/health` and `/metrics` and judges nothing of the runs. Names of the checks and the exit status are fixed
-for monitors (`tests/server/test_status.py`).
+for monitors (`tests/server/test_server_verbs.py`).
 """
 
 from __future__ import annotations

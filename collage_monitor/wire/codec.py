@@ -4,7 +4,7 @@ In JSON a report's totals are nested lists (`statistics` [statistic][layer], `mo
 numbers are strings.
 
 The agent, the client and the server's `api/bodies.py` all encode by it. Both encodings are fixed
-(`tests/server/test_encodings.py`).
+(`tests/server/test_bodies.py`).
 """
 
 from __future__ import annotations

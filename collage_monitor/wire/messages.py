@@ -4,7 +4,7 @@ A field has the same name in msgpack, in JSON and in the database. Every message
 twice: run, launch and stream carry ids made by the client, a report its number in the stream.
 
 The server checks each against its bounds and `LIMITS`. A field may be added with a default, none renamed: agents of
-other versions send these, and spools hold them (`tests/server/test_encodings.py`).
+other versions send these, and spools hold them (`tests/server/test_bodies.py`).
 """
 
 from __future__ import annotations

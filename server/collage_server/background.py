@@ -3,7 +3,7 @@
 The sealer turns journals into chunks; maintenance expires, purges, frees space, and watches the free space.
 
 `create_app` makes the threads. New work derives from `BackgroundThread`. Stopping is quick
-(`tests/server/test_stopping.py`).
+(`tests/server/test_process.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What this server depends on: database, archive, identity provider, targets of messages. One state for each.
 
 Whoever talks to one says `fails` or `works`; /readyz, /metrics, `status` and the log tell the state, the log once
-for each change (`tests/server/test_dependencies.py`).
+for each change (`tests/server/test_background.py`).
 """
 
 from __future__ import annotations

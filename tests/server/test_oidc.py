@@ -1,7 +1,7 @@
 """What is taken from an OpenID provider: whose codes, which tokens, which roles, and how long an answer counts.
 
 The provider is a real HTTP server; tokens are made here, signed with its key. What a server makes of a person
-stands in `test_provider_sign_in.py`, what ends a session in `test_provider_sign_out.py`.
+and what ends a session stands in `test_provider_sign_in.py`.
 """
 
 from __future__ import annotations

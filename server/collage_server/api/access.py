@@ -1,7 +1,7 @@
 """Access: tokens, sessions of people who sign in through a provider, and the audit log.
 
 Who may call each route is in `auth/roles.py`, what happens in `auth/administration.py` and `auth/oidc.py`. Messages
-are the contract's; a secret is in one answer only (`tests/server/test_tokens.py`, `test_provider_sign_in.py`).
+are the contract's; a secret is in one answer only (`tests/server/test_access.py`, `test_provider_sign_in.py`).
 """
 
 from __future__ import annotations

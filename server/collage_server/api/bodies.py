@@ -3,7 +3,7 @@
 A gzip bomb costs no more memory than the limit.
 
 Every route that takes a body reads it here. Limits and errors are fixed by the HTTP page
-(`tests/server/test_encodings.py`, `test_large_bodies.py`).
+(`tests/server/test_bodies.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Routers of resources under /api/v1, their description at /openapi.json, and the server's few pages for people.
 
 Every `api/` module with routes under /api/v1 but `reports.py` makes its router by `resource_router`; `app.py` calls
-`add_description_and_pages`. The prefix is fixed. Pages load nothing (`tests/server/test_description.py`,
-`test_exposed.py`); `/` and `/runs/…` lead to the dashboard (`test_access.py`).
+`add_description_and_pages`. The prefix is fixed. Pages load nothing; `/` and
+`/runs/…` lead to the dashboard (`tests/server/test_errors.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tokens made and revoked, and sessions of people begun and ended, each with its entry in the audit log.
 
 Routes (`api/access.py`) and the command `token` call these, so that no way is without an entry. Secrets are stored
-as digests alone (`tests/server/test_tokens.py`).
+as digests alone (`tests/server/test_access.py`).
 """
 
 from __future__ import annotations

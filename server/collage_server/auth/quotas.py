@@ -1,7 +1,7 @@
 """Limits on each project, so that no project fills the server for all.
 
 `create_app` makes one of the settings; the store checks runs and layers by it in the transaction that adds them
-(`tests/server/test_quotas.py`).
+(`tests/server/test_bounds.py`).
 """
 
 from __future__ import annotations
