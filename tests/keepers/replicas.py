@@ -15,7 +15,12 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 class Replica(Optimizer):
-    """AdamW with decoupled decay; how the weight is kept is the subclass's `begin`, `load` and `store`."""
+    """AdamW with decoupled decay; how the weight is kept is the subclass's `begin`, `load` and `store`.
+
+    `key` names the state that completes the weight; where it was dropped, the weight alone is there.
+    """
+
+    key: str | None = None
 
     def __init__(
         self, params, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, *, states=torch.float32, fault=None
@@ -23,6 +28,7 @@ class Replica(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.states_dtype = states
         self.fault = fault
+        self.sign = -1 if fault == "sign" else 1
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -44,7 +50,7 @@ class Replica(Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=kind)
             if narrow:
                 self.begin(parameter, state)
-        weight = self.load(parameter, state) if narrow else parameter.clone()
+        weight = self.weight_of(parameter, state) if narrow else parameter.clone()
         gradient = gradient.to(weight.dtype)
         first, second = group["betas"]
         average = state["exp_avg"].to(weight.dtype).lerp(gradient, 1 - first)
@@ -60,16 +66,26 @@ class Replica(Optimizer):
         else:
             parameter.copy_(weight)
 
+    def weight_of(self, parameter, state):
+        """The weight in fp32."""
+        dropped = self.key is not None and self.key not in state
+        return parameter.float() if dropped else self.load(parameter, state)
+
     def begin(self, parameter, state):
         """Make what the weight needs beside itself."""
 
     def load(self, parameter, state):
-        """The weight in fp32."""
         return parameter.float()
 
     def store(self, parameter, state, weight, *, frozen):
         """Keep this fp32 weight; `frozen`: write the parameter only."""
         parameter.copy_(weight)
+        if self.key in state and not frozen:
+            state[self.key].copy_(self.rest(parameter, weight))
+
+    def rest(self, parameter, weight):
+        """What completes the weight."""
+        raise NotImplementedError
 
 
 class Remainder(Replica):
@@ -82,10 +98,7 @@ class Remainder(Replica):
         state[self.key] = torch.zeros_like(parameter, dtype=self.dtype)
 
     def load(self, parameter, state):
-        if self.key not in state:
-            return parameter.float()
-        sign = -1 if self.fault == "sign" else 1
-        return self.decode(parameter, state[self.key], sign)
+        return self.decode(parameter, state[self.key], self.sign)
 
     def store(self, parameter, state, weight, *, frozen):
         rounded, low = self.encode(weight, parameter.dtype)
@@ -107,9 +120,8 @@ class Appended(Remainder):
         if parameter.dtype == torch.bfloat16:
             bits = parameter.view(torch.int16).int() * 2**16 + sign * (low.view(torch.int16).int() & 0xFFFF)
             return bits.view(torch.float32)
-        return parameter.float() + sign * parameter.float().sign() * low.view(torch.int16).float() * _unit(
-            parameter, 13
-        )
+        units = low.view(torch.int16).float() * _unit(parameter, 13)
+        return parameter.float() + sign * parameter.float().sign() * units
 
     def encode(self, weight, dtype):
         if dtype == torch.bfloat16:
@@ -191,36 +203,25 @@ class Fraction16(Fraction):
 
 
 class Kahan(Replica):
-    """A compensation of the weight's own dtype; `subtracted`: the textbook's sign."""
+    """A compensation of the weight's own dtype; it is added, or, with the textbook's sign, subtracted."""
 
     key = "comp"
+    adds = 1
 
     def begin(self, parameter, state):
         state[self.key] = torch.zeros_like(parameter)
 
     def load(self, parameter, state):
-        if self.key not in state:
-            return parameter.float()
-        return parameter.float() + (-1 if self.fault == "sign" else 1) * state[self.key].float()
+        return parameter.float() + self.sign * self.adds * state[self.key].float()
 
-    def store(self, parameter, state, weight, *, frozen):
-        parameter.copy_(weight)
-        if self.key in state and not frozen:
-            state[self.key].copy_(weight - parameter.float())
+    def rest(self, parameter, weight):
+        return self.adds * (weight - parameter.float())
 
 
 class Subtracted(Kahan):
     """The compensation is what is too much in the weight."""
 
-    def load(self, parameter, state):
-        if self.key not in state:
-            return parameter.float()
-        return parameter.float() - (-1 if self.fault == "sign" else 1) * state[self.key].float()
-
-    def store(self, parameter, state, weight, *, frozen):
-        parameter.copy_(weight)
-        if self.key in state and not frozen:
-            state[self.key].copy_(parameter.float() - weight)
+    adds = -1
 
 
 class Master(Replica):
@@ -232,12 +233,10 @@ class Master(Replica):
         state[self.key] = parameter.float()
 
     def load(self, parameter, state):
-        return state[self.key].float().clone() if self.key in state else parameter.float()
+        return state[self.key].float().clone()
 
-    def store(self, parameter, state, weight, *, frozen):
-        parameter.copy_(weight)
-        if self.key in state and not frozen:
-            state[self.key].copy_(weight)
+    def rest(self, parameter, weight):
+        return weight
 
 
 class Scrambled(Replica):

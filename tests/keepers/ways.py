@@ -9,11 +9,11 @@ from typing import Any
 
 import bitsandbytes
 import optimi
-import pytorch_optimizer
-import schedulefree
 import torch
 import torchao.optim
 from collage_optim import STRATEGIES, CollageAdamW
+from pytorch_optimizer import StableAdamW
+from schedulefree import AdamWScheduleFree
 
 from tests.keepers import replicas
 
@@ -52,9 +52,15 @@ class Way:
 
 
 FAULTS = ("sign", "frozen")
+INTEGERS = "integer-remainder"
+WIDE: dict[str, Any] = {"stuck": (), "weights": FP32, "dtypes": (FP32,)}
+"""Steps fp32 weights."""
+AT_RANDOM: dict[str, Any] = {"stuck": (), "dtypes": (BF16,), "bf16_stochastic_round": True}
+UNDECAYED = {"weight_decay": 0.0}
+"""A decay is a product in the weight's dtype: that it is lost is another matter."""
 
 
-def replica(kind, who, seen, completes, **more):
+def replica(kind, who, seen, **more):
     def make(parameters, lr, betas, fault=None):
         # Averages in the weight's own 16 bits, where only they can make a second moment that is stuck.
         wide = betas[1] < 0.99
@@ -62,7 +68,10 @@ def replica(kind, who, seen, completes, **more):
         states = FP32 if wide else parameters[0].dtype
         return kind(parameters, lr=lr, betas=betas, states=states, fault=fault)
 
+    # Nobody knows of a scrambled weight what completes it, and a master is the weight itself.
+    completes = kind.key if seen in (INTEGERS, "kahan") else None
     faults = () if completes is None else FAULTS
+    more["decoupled"] = kind is replicas.PrecisionAware
     return Way(kind.__name__, f"replica of {who}", make, seen, completes, faults, stuck=BOTH, **more)
 
 
@@ -81,9 +90,7 @@ def ours(strategy):
     )
 
 
-def package(
-    name, who, kind, seen, completes=None, *, stuck=BOTH, loses=False, off=(), dtypes=BOTH, weights=None, **settings
-):
+def package(name, who, kind, seen, *, stuck=BOTH, loses=False, off=(), dtypes=BOTH, weights=None, **settings):
     def make(parameters, lr, betas):
         given = {} if betas is None else {"betas": betas}
         optimizer = kind(parameters, lr=lr, **given, **settings)
@@ -91,6 +98,7 @@ def package(
             optimizer.train()
         return optimizer
 
+    completes = "kahan_comp" if seen == "kahan" else None
     return Way(name, who, make, seen, completes, (), stuck, loses, off, dtypes, weights)
 
 
@@ -122,28 +130,17 @@ def ways() -> list[Way]:
     """All of them, ours first."""
     return [
         *(ours(strategy) for strategy in STRATEGIES),
-        replica(replicas.Appended, "split fp32: 16 bits appended, int16", "integer-remainder", "low"),
-        replica(replicas.AppendedUnsigned, "modded-nanogpt: mantissa, uint16", "integer-remainder", "mantissa"),
-        replica(
-            replicas.Rounded,
-            "TransformerEngine FusedAdam, store_param_remainders",
-            "integer-remainder",
-            "master_param",
-        ),
-        replica(
-            replicas.PrecisionAware,
-            "Megatron-Core, precision-aware optimizer with decoupled_grad",
-            "integer-remainder",
-            "master_param",
-            decoupled=True,
-        ),
-        replica(replicas.Fraction, "FlashOptim, 24 bits", "integer-remainder", "error_bits"),
-        replica(replicas.Fraction16, "FlashOptim, 32 bits", "integer-remainder", "error_bits"),
-        replica(replicas.Kahan, "a compensation that is added", "kahan", "comp"),
-        replica(replicas.Subtracted, "the textbook's compensation, subtracted", "kahan", "comp"),
-        replica(replicas.Master, "TransformerEngine FusedAdam, fp32 master_weights", "master-weights", None),
-        replica(KahanAveraged, "an average of weights (SWA) beside a compensation", "kahan", "comp"),
-        replica(replicas.Scrambled, "nobody: bits in an order of their own", "unknown", None, dtypes=(BF16,)),
+        replica(replicas.Appended, "split fp32: 16 bits appended, int16", INTEGERS),
+        replica(replicas.AppendedUnsigned, "modded-nanogpt: mantissa, uint16", INTEGERS),
+        replica(replicas.Rounded, "TransformerEngine FusedAdam, store_param_remainders", INTEGERS),
+        replica(replicas.PrecisionAware, "Megatron-Core, precision-aware optimizer with decoupled_grad", INTEGERS),
+        replica(replicas.Fraction, "FlashOptim, 24 bits", INTEGERS),
+        replica(replicas.Fraction16, "FlashOptim, 32 bits", INTEGERS),
+        replica(replicas.Kahan, "a compensation that is added", "kahan"),
+        replica(replicas.Subtracted, "the textbook's compensation, subtracted", "kahan"),
+        replica(replicas.Master, "TransformerEngine FusedAdam, fp32 master_weights", "master-weights"),
+        replica(KahanAveraged, "an average of weights (SWA) beside a compensation", "kahan"),
+        replica(replicas.Scrambled, "nobody: bits in an order of their own", "unknown", dtypes=(BF16,)),
         Way(
             "fp32 masters in shards",
             "replica of Megatron's distributed optimizer, DeepSpeed",
@@ -152,48 +149,21 @@ def ways() -> list[Way]:
             weights=FP32,
             masters=True,
         ),
-        package("AdamW", "torch", torch.optim.AdamW, "plain", loses=True, weight_decay=0.0, eps=1e-6),
-        package("AdamW, fp32", "torch", torch.optim.AdamW, "plain", stuck=(), weights=FP32, dtypes=(FP32,)),
-        package("AdamW with an EMA copy", "torch", Averaged, "plain", loses=True, weight_decay=0.0, eps=1e-6),
-        package("AdamW with an EMA copy, fp32", "torch", Averaged, "plain", stuck=(), weights=FP32, dtypes=(FP32,)),
-        # Their decay is a product in the weight's dtype: that it is lost is another matter.
-        package("AdamW, Kahan", "optimi", optimi.AdamW, "kahan", "kahan_comp", weight_decay=0.0),
-        package("Lion, Kahan", "optimi", partial(optimi.Lion, betas=(0.9, 0.99)), "kahan", "kahan_comp", stuck=()),
+        package("AdamW", "torch", torch.optim.AdamW, "plain", loses=True, eps=1e-6, **UNDECAYED),
+        package("AdamW, fp32", "torch", torch.optim.AdamW, "plain", **WIDE),
+        package("AdamW with an EMA copy", "torch", Averaged, "plain", loses=True, eps=1e-6, **UNDECAYED),
+        package("AdamW with an EMA copy, fp32", "torch", Averaged, "plain", **WIDE),
+        package("AdamW, Kahan", "optimi", optimi.AdamW, "kahan", **UNDECAYED),
+        package("Lion, Kahan", "optimi", partial(optimi.Lion, betas=(0.9, 0.99)), "kahan", stuck=()),
         # In fp16 its eps² is 0: against fp64 its first step is 1.34 times too long, the cosine of 16 is 0.84.
-        package(
-            "StableAdamW, Kahan", "optimi", optimi.StableAdamW, "kahan", "kahan_comp", off=(FP16,), weight_decay=0.0
-        ),
+        package("StableAdamW, Kahan", "optimi", optimi.StableAdamW, "kahan", off=(FP16,), **UNDECAYED),
         package("AdamW without Kahan", "optimi", optimi.AdamW, "plain", loses=True, kahan_sum=False),
         # Beside fp16 its second moment is fp32.
-        package(
-            "StableAdamW, Kahan",
-            "pytorch_optimizer",
-            pytorch_optimizer.StableAdamW,
-            "kahan",
-            "kahan_comp",
-            stuck=(BF16,),
-            weight_decay=0.0,
-        ),
-        package(
-            "AdamW8bit, stochastic rounding",
-            "torchao",
-            torchao.optim.AdamW8bit,
-            "stochastic",
-            stuck=(),
-            dtypes=(BF16,),
-            bf16_stochastic_round=True,
-        ),
+        package("StableAdamW, Kahan", "pytorch_optimizer", StableAdamW, "kahan", stuck=(BF16,), **UNDECAYED),
+        package("AdamW8bit, stochastic rounding", "torchao", torchao.optim.AdamW8bit, "stochastic", **AT_RANDOM),
         package("AdamW8bit", "torchao", torchao.optim.AdamW8bit, "plain", stuck=(), loses=True),
         package("AdamW", "bitsandbytes", bitsandbytes.optim.AdamW, "fp32-states", stuck=(), loses=True),
         package("AdamW8bit", "bitsandbytes", bitsandbytes.optim.AdamW8bit, "plain", stuck=(), loses=True),
-        package(
-            "AdamWScheduleFree, fp32",
-            "schedulefree",
-            schedulefree.AdamWScheduleFree,
-            "plain",
-            stuck=(),
-            weights=FP32,
-            dtypes=(FP32,),
-        ),
-        package("AdamWScheduleFree", "schedulefree", schedulefree.AdamWScheduleFree, "plain", loses=True, eps=1e-6),
+        package("AdamWScheduleFree, fp32", "schedulefree", AdamWScheduleFree, "plain", **WIDE),
+        package("AdamWScheduleFree", "schedulefree", AdamWScheduleFree, "plain", loses=True, eps=1e-6),
     ]

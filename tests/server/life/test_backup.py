@@ -1,41 +1,47 @@
-"""Back-up while serving, restore elsewhere: what is in it, what is not, and what happens to reports in between."""
+"""Back-up while serving, restore elsewhere, drills: what is in it, and what becomes of reports in between."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
 import threading
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 from click.testing import CliRunner
-from collage_server.app import create_app
 from collage_server.command.backup import backup as backup_verb
 from collage_server.errors import StoreUnusable
+from collage_server.export.drill import drill
 from collage_server.settings import Settings
 from collage_server.store.backup import back_up, restore
-from starlette.testclient import TestClient
 
 from collage_monitor import wire
-from tests.server.conftest import Clock, Server
+from tests.server.conftest import Clock, running
 from tests.server.samples import report
+from tests.server.store.stores import opened, seal_all
 
 
 @pytest.fixture
 def restored(tmp_path):
     """Serves a back-up that was restored into a folder of its own."""
-    opened = []
+    with ExitStack() as stack:
 
-    def serve(file):
-        restore(file, tmp_path / "other" / "collage.sqlite")
-        app = create_app(Settings(folder=tmp_path / "other", no_auth=True), clock=Clock())
-        client = TestClient(app, base_url="http://127.0.0.1")
-        opened.append(client)
-        return Server(client.__enter__(), None, app)
+        def serve(file):
+            restore(file, tmp_path / "other" / "collage.sqlite")
+            return stack.enter_context(running(Settings(folder=tmp_path / "other", no_auth=True), Clock()))
 
-    yield serve
-    for client in opened:
-        client.__exit__(None, None, None)
+        yield serve
+
+
+@pytest.fixture
+def copy(server, settings, tmp_path):
+    """Makes a back-up of the server's data; its file."""
+
+    def make(name="copy"):
+        assert back_up(settings.folder / "collage.sqlite", tmp_path / name).runs == 1
+        return tmp_path / name
+
+    return make
 
 
 def seqs(server, stream_id="s0"):
@@ -45,15 +51,11 @@ def seqs(server, stream_id="s0"):
 
 
 @pytest.mark.slow
-def test_a_restored_server_answers_what_the_old_one_did(server, settings, tmp_path, restored):
+def test_a_restored_server_answers_what_the_old_one_did(server, copy, restored):
     server.filled(steps=range(1, 301))
-    store = server.app.state.collage.store
-    while store.sealing.seal("r1", server.clock() + 1000.0):
-        pass
+    seal_all(server.app.state.collage.store, now=server.clock() + 1000.0)
     server.reports([report(1000, 301)])
-    made = back_up(settings.folder / "collage.sqlite", tmp_path / "copy")
-    assert made.runs == 1
-    again = restored(tmp_path / "copy")
+    again = restored(copy())
     for question in ("series?metric=edq_ratio", "series?metric=loss", "heatmap?metric=edq_ratio", "export", ""):
         path = f"/api/v1/runs/r1/{question}".rstrip("/")
         answers = [one.client.get(path).text.splitlines() for one in (again, server)]
@@ -63,12 +65,12 @@ def test_a_restored_server_answers_what_the_old_one_did(server, settings, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_loss_window_is_what_came_after(server, settings, tmp_path, restored):
+def test_the_loss_window_is_what_came_after(server, copy, restored):
     server.filled(steps=range(10, 60, 10))
-    back_up(settings.folder / "collage.sqlite", tmp_path / "copy")
+    made = copy()
     server.reports([report(5, 60)])
     server.run("later")
-    again = restored(tmp_path / "copy")
+    again = restored(made)
     assert again.series("loss").steps == [10, 20, 30, 40, 50]
     again.get("/runs/later", status=404)
     told = again.get("/runs/r1/events", wire.EventPage).events[-1]
@@ -80,7 +82,7 @@ def test_the_loss_window_is_what_came_after(server, settings, tmp_path, restored
 
 
 @pytest.mark.slow
-def test_all_acknowledged_before_is_in_it_and_nothing_in_half(server, settings, tmp_path, restored):
+def test_all_acknowledged_before_is_in_it_and_nothing_in_half(server, copy, restored):
     server.filled(steps=range(1, 3))
     sent, stop = [2], threading.Event()
 
@@ -94,32 +96,31 @@ def test_all_acknowledged_before_is_in_it_and_nothing_in_half(server, settings, 
     thread.start()
     try:
         before = sent[0]
-        back_up(settings.folder / "collage.sqlite", tmp_path / "copy")
+        made = copy()
         after = sent[0] + 3
     finally:
         stop.set()
         thread.join()
-    again = restored(tmp_path / "copy")
+    again = restored(made)
     count = seqs(again)
     assert before <= count <= after
     assert (count - 2) % 3 == 0
     assert again.series("loss", points=1000).steps == list(range(1, count + 1))
 
 
-def test_a_back_up_keeps_what_is_set_before_the_first_table(server, settings, tmp_path):
+def test_a_back_up_keeps_what_is_set_before_the_first_table(server, copy):
     server.filled()
-    back_up(settings.folder / "collage.sqlite", tmp_path / "copy")
-    with closing(sqlite3.connect(tmp_path / "copy")) as connection:
+    with closing(sqlite3.connect(copy())) as connection:
         assert connection.execute("PRAGMA page_size").fetchone() == (16384,)
         assert connection.execute("PRAGMA auto_vacuum").fetchone() == (2,)
 
 
-def test_nothing_is_ever_overwritten(server, settings, tmp_path):
+def test_nothing_is_ever_overwritten(server, settings, copy, tmp_path):
     server.filled()
     (tmp_path / "copy").write_text("precious")
     with pytest.raises(StoreUnusable, match="exists"):
-        back_up(settings.folder / "collage.sqlite", tmp_path / "copy")
-    back_up(settings.folder / "collage.sqlite", tmp_path / "copy2")
+        copy()
+    copy("copy2")
     with pytest.raises(StoreUnusable, match="exists"):
         restore(tmp_path / "copy2", settings.folder / "collage.sqlite")
     (tmp_path / "new").mkdir()
@@ -131,42 +132,80 @@ def test_nothing_is_ever_overwritten(server, settings, tmp_path):
 
 
 @pytest.mark.slow
-def test_damage_is_seen_before_anything_is_put_in_place(server, settings, tmp_path):
+def test_damage_is_seen_before_anything_is_put_in_place(server, copy, tmp_path):
     server.filled(steps=range(1, 200))
-    back_up(settings.folder / "collage.sqlite", tmp_path / "copy")
-    data = bytearray((tmp_path / "copy").read_bytes())
+    made = copy()
+    data = bytearray(made.read_bytes())
     data[16384 * 3 : 16384 * 3 + 64] = bytes(64)
-    (tmp_path / "copy").write_bytes(data)
+    made.write_bytes(data)
     with pytest.raises(StoreUnusable, match=r"damaged|no back-up"):
-        restore(tmp_path / "copy", tmp_path / "new" / "collage.sqlite")
+        restore(made, tmp_path / "new" / "collage.sqlite")
     assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
     (tmp_path / "text").write_text("hello")
     with pytest.raises(StoreUnusable, match="no back-up"):
         restore(tmp_path / "text", tmp_path / "new" / "collage.sqlite")
 
 
-def test_a_back_up_of_a_newer_server_is_refused(server, settings, tmp_path):
+def test_a_back_up_of_a_newer_server_is_refused(server, copy, tmp_path):
     server.filled()
-    back_up(settings.folder / "collage.sqlite", tmp_path / "copy")
-    with closing(sqlite3.connect(tmp_path / "copy")) as connection, connection:
+    made = copy()
+    with closing(sqlite3.connect(made)) as connection, connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     with pytest.raises(StoreUnusable, match="newer server"):
-        restore(tmp_path / "copy", tmp_path / "new" / "collage.sqlite")
+        restore(made, tmp_path / "new" / "collage.sqlite")
+
+
+def told(verb, *arguments):
+    return CliRunner().invoke(backup_verb, [verb, *map(str, arguments)])
 
 
 def test_the_verbs(server, settings, tmp_path, monkeypatch):
     server.filled()
-    folder = str(settings.folder)
-    done = CliRunner().invoke(backup_verb, ["make", str(tmp_path / "copy"), "--dir", folder, "--json"])
+    copy = tmp_path / "copy"
+    done = told("make", copy, "--dir", settings.folder, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.output)["runs"] == 1
-    done = CliRunner().invoke(backup_verb, ["restore", str(tmp_path / "copy"), "--dir", str(tmp_path / "new")])
+    done = told("restore", copy, "--dir", tmp_path / "new")
     assert done.exit_code == 0, done.output
     assert "1 runs" in done.output
     assert (tmp_path / "new" / "collage.sqlite").exists()
-    nowhere = CliRunner().invoke(backup_verb, ["make", str(tmp_path / "c2"), "--dir", str(tmp_path / "none")])
-    assert isinstance(nowhere.exception, StoreUnusable)
+    assert isinstance(told("make", tmp_path / "c2", "--dir", tmp_path / "none").exception, StoreUnusable)
     monkeypatch.setenv("COLLAGE_SERVER_DATABASE", "postgresql://localhost/collage")
-    dump = CliRunner().invoke(backup_verb, ["make", str(tmp_path / "c3"), "--dir", folder])
+    dump = told("make", tmp_path / "c3", "--dir", settings.folder)
     assert dump.exit_code == 1
     assert "pg_dump" in dump.output
+
+
+@pytest.mark.slow
+def test_a_drill_restores_aside_compares_and_leaves_nothing(server, settings, tmp_path):
+    server.filled(steps=range(1, 21))
+    server.app.state.collage.store.sealing.seal("r1", server.clock() + 1000.0)
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    done = told("make", copies / "one", "--drill", "--dir", settings.folder)
+    assert done.exit_code == 0, done.output
+    assert "restored aside: 1 runs compared by digest, 0 of them differ" in done.stdout
+    assert "a loss now would cost 0 reports of 0 runs and of 0 whole runs" in done.stdout
+    done = told("make", copies / "two", "--drill", "--json", "--dir", settings.folder)
+    assert (done.exit_code, json.loads(done.stdout)["drill"]["compared"]) == (0, 1)
+    assert not list(copies.glob("drill-*"))
+
+
+def test_a_drill_names_a_copy_that_differs_or_cannot_be_read_and_counts_what_came_since(server, copy, tmp_path):
+    server.filled(steps=range(1, 21))
+    restore(copy(), tmp_path / "aside" / "collage.sqlite")
+    own = server.app.state.collage.store
+    with closing(opened(tmp_path / "aside" / "collage.sqlite")) as aside:
+        assert drill(own, aside, 10).problems == ()
+        for checks, problem in (
+            ("NULL", "run r1 differs"),
+            ("x'0000'", "the copy cannot read run r1: run r1: report"),
+        ):
+            with closing(sqlite3.connect(aside.path)) as connection, connection:
+                connection.execute(f"UPDATE report SET time = time + 1, checks = {checks}")
+            [found] = drill(own, aside, 10).problems
+            assert found.startswith(problem)
+        server.reports([report(100, 21), report(101, 22)])
+        server.run("r2")
+        found = drill(own, aside, 10)
+        assert (found.lost_reports, found.lost_in_runs, found.lost_runs, found.compared) == (2, 1, 1, 0)

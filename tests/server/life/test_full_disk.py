@@ -5,20 +5,17 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from collage_server.app import create_app, make_store
-from collage_server.errors import Busy
+from collage_server.app import make_store
 from collage_server.settings import Settings
-from collage_server.store import SqliteStore
 from collage_server.store.backup import back_up
 from collage_server.store.engine.database_files import Ballast
-from starlette.testclient import TestClient
 
 from benchmarks._population import LARGE, batches
 from collage_monitor import wire
 from drills.torture.disk import SmallDisk
-from tests.server.conftest import NOW, Clock, Server, running
-from tests.server.life.test_maintenance import Disk, guard_of
+from tests.server.conftest import NOW, Clock, running
 from tests.server.samples import report
+from tests.server.store.stores import seal_all
 from tests.system import lacking
 
 pytestmark = pytest.mark.slow
@@ -43,7 +40,6 @@ def disk(tmp_path):
 @pytest.fixture
 def small(disk):
     """A server on the small disk, which looks at it only when told."""
-    clock = Clock()
     settings = Settings(
         folder=disk.folder / "data",
         no_auth=True,
@@ -53,14 +49,12 @@ def small(disk):
         alerts="off",
     )
     store = make_store(settings)
-    assert isinstance(store, SqliteStore)
     store._busy_timeout_seconds = 1.0
-    app = create_app(settings, store=store, clock=clock)
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        for thread in (app.state.collage.maintenance, app.state.collage.sealer):
+    with running(settings, Clock(), store=store) as server:
+        for thread in (server.app.state.collage.maintenance, server.app.state.collage.sealer):
             thread.stop(60.0)
             thread.stopping.clear()
-        yield Server(client, clock, app)
+        yield server
 
 
 def look(server):
@@ -69,28 +63,19 @@ def look(server):
     server.app.state.collage.maintenance._watch_disk()
 
 
-def seal(server, run_id="r1"):
-    while server.app.state.collage.store.sealing.seal(run_id, server.clock() + 1000.0):
-        pass
-
-
-def fill(disk, server):
-    disk.fill(0)
-    look(server)
-    assert shutil.disk_usage(disk.folder).free == 0
-
-
 def test_a_full_disk_keeps_what_was_accepted_and_lets_go_of_it(disk, small, tmp_path):
     for run_id, stream_id in (("r1", "s1"), ("r2", "s2")):
         small.filled(run_id, stream_id, steps=range(1, 601))
-        seal(small, run_id)
+        seal_all(small.app.state.collage.store, run_id, small.clock() + 1000.0)
     look(small)
     labels = {"alertname": "CollageEdqLow", "run_id": "r1", "project": "p"}
     for status in ("firing", "resolved"):
         alert = wire.AlertmanagerAlert(status=status, labels=labels)
         small.post("/alerts/alertmanager", wire.AlertmanagerMessage(alerts=[alert]), wire.AlertmanagerAnswer)
     assert [entry.state for entry in small.get("/events", wire.IncidentPage).events] == ["resolved"]
-    fill(disk, small)
+    disk.fill(0)
+    look(small)
+    assert shutil.disk_usage(disk.folder).free == 0
     error = small.reports([report(900, 900)], "s1", status=503)
     assert "read-only: the disk has" in error.message
     small.send("PATCH", "/runs/r1", wire.RunUpdate(notes="kept"))
@@ -140,31 +125,6 @@ def test_reports_leave_the_reserve_to_others(disk, small):
     assert shutil.disk_usage(disk.folder).free > RESERVE - 32 * MIB, "a commit's log, and its file"
     streams = small.get("/runs/r1/streams", wire.StreamList).streams
     assert (accepted > 0, streams[0].reports) == (True, accepted)
-
-
-def test_the_guard_counts_commits_between_two_looks():
-    disk = Disk(used=1000)
-    guard = guard_of(disk, budget=2000)
-    guard.check_sizes()
-    disk.used = 1900
-    guard.admit(400)
-    with pytest.raises(Busy, match="its budget is 2000"):
-        guard.admit(200)
-    with pytest.raises(Busy):
-        guard.admit(1)
-    disk.used = 100
-    guard.check_sizes()
-    guard.admit(900)
-
-
-def test_sealing_takes_nothing_from_the_reserve():
-    disk = Disk(free=2000)
-    guard = guard_of(disk, reserve=1000)
-    guard.check_sizes()
-    assert guard.may_seal
-    disk.free = 999
-    guard.check_sizes()
-    assert not guard.may_seal
 
 
 def test_ballast_takes_space_only_where_there_is_twice_as_much(tmp_path):

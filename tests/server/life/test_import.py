@@ -1,14 +1,36 @@
-"""Import: a run made of an export answers every question as the old one does; curves of CSV files arrive."""
+"""Import: a run made of an export answers every question as the old one does; CSV and TensorBoard files arrive."""
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+
+import httpx
 import pytest
 
 from collage_monitor import wire
+from collage_monitor.client import Client
 from collage_monitor.errors import ServerRefusal
-from collage_monitor.importing import ImportRefusal, new_run_id, read_curves, read_lines, send_source
-from tests.server.life.bridge import transfer
+from collage_monitor.importing import (
+    ImportRefusal,
+    new_run_id,
+    read_curves,
+    read_events,
+    read_lines,
+    send_source,
+)
 from tests.server.samples import report
+from tools.static_demo import KEPT, made
+
+README = (Path(__file__).parents[3] / "README.md").read_text()
+ROWS = re.findall(r"^\| ([\w-]+) \| (float32|bfloat16) \| (.*) \| [^|]* \|$", README, re.MULTILINE)
+METRICS = ("edq_ratio", "edq_oracle_ratio", "state_decrement_ratio/exp_avg_sq", "lost_update_ratio")
+
+
+def transfer(server):
+    """A client that speaks to this server."""
+    return Client("http://127.0.0.1", transport=server.transport())
 
 
 def export_to(server, path, run_id="r1"):
@@ -17,8 +39,8 @@ def export_to(server, path, run_id="r1"):
     return path
 
 
-def taken_in(server, path, run_id="again", project="q", **more):
-    with transfer(server, **more) as client:
+def taken_in(server, path, run_id="again", project="q"):
+    with transfer(server) as client:
         return send_source(client, read_lines(path), project, run_id)
 
 
@@ -39,22 +61,16 @@ def two_ranks(server):
 
 
 @pytest.mark.slow
-def test_a_round_trip_keeps_every_number(two_ranks, tmp_path):
-    run = taken_in(two_ranks, export_to(two_ranks, tmp_path / "r1.jsonl"))
+def test_a_round_trip_keeps_every_number_and_a_second_one_stores_nothing_twice(two_ranks, tmp_path):
+    path = export_to(two_ranks, tmp_path / "r1.jsonl")
+    taken_in(two_ranks, path)
+    run = taken_in(two_ranks, path)
+    streams = two_ranks.get("/runs/again/streams", wire.StreamList).streams
+    assert [(stream.stream_id, stream.reports) for stream in streams] == [("again:import", 9)]
     old = two_ranks.get("/runs/r1", wire.Run)
     assert (run.project, run.state, run.name, run.run_id) == ("q", "finished", "original", "again")
-    for field in (
-        "tags",
-        "notes",
-        "seed",
-        "config",
-        "group",
-        "watch",
-        "latest",
-        "scalars",
-        "first_step",
-        "last_step",
-    ):
+    said = ("tags", "notes", "seed", "config", "group", "watch")
+    for field in (*said, "latest", "scalars", "first_step", "last_step"):
         assert getattr(run, field) == getattr(old, field), field
     for question in (
         "series?metric=edq_ratio",
@@ -83,8 +99,7 @@ def test_a_run_that_is_no_import_is_left_alone(two_ranks, tmp_path):
     before = two_ranks.get("/runs/r1")
     with pytest.raises(ImportRefusal, match="'r1' is there and no import"):
         taken_in(two_ranks, path, "r1", "p")
-    after = two_ranks.get("/runs/r1")
-    assert after == before
+    assert two_ranks.get("/runs/r1") == before
     with pytest.raises(ServerRefusal, match="another project"):
         taken_in(two_ranks, path, "r1", "q")
 
@@ -96,15 +111,6 @@ def test_lines_of_single_ranks_stay_in_the_file(two_ranks, tmp_path):
         path.write_bytes(b"".join(stream.parts))
     assert b'"kind":"rank"' in path.read_bytes()
     assert taken_in(two_ranks, path).latest == two_ranks.get("/runs/r1", wire.Run).latest
-
-
-@pytest.mark.slow
-def test_an_import_sent_twice_stores_nothing_twice(two_ranks, tmp_path):
-    path = export_to(two_ranks, tmp_path / "r1.jsonl")
-    taken_in(two_ranks, path)
-    taken_in(two_ranks, path)
-    streams = two_ranks.get("/runs/again/streams", wire.StreamList).streams
-    assert [(stream.stream_id, stream.reports) for stream in streams] == [("again:import", 9)]
 
 
 @pytest.mark.slow
@@ -123,8 +129,19 @@ def test_it_is_closed_from_the_start_and_failed_until_it_is_whole(two_ranks, tmp
 
 @pytest.mark.slow
 def test_a_busy_server_is_asked_again(two_ranks, tmp_path):
-    path = export_to(two_ranks, tmp_path / "r1.jsonl")
-    assert taken_in(two_ranks, path, refuse=3).state == "finished"
+    source = read_lines(export_to(two_ranks, tmp_path / "r1.jsonl"))
+    network, refused = two_ranks.transport(), []
+
+    def busy(request):
+        if request.method != "POST" or len(refused) == 3:
+            return network.handler(request)
+        refused.append(request)
+        busy = {"error": {"code": "busy", "message": "wait"}}
+        return httpx.Response(503, headers={"Retry-After": "0"}, json=busy)
+
+    with Client("http://127.0.0.1", transport=httpx.MockTransport(busy)) as client:
+        assert send_source(client, source, "q", "again").state == "finished"
+    assert len(refused) == 3
 
 
 @pytest.mark.slow
@@ -147,16 +164,15 @@ def test_a_damaged_file_is_refused_and_its_run_is_not_taken_for_whole(two_ranks,
 
 def test_another_version_and_other_files_are_refused(two_ranks, tmp_path):
     path = export_to(two_ranks, tmp_path / "r1.jsonl")
-    path.write_text(path.read_text().replace('"version":1', '"version":2', 1))
-    with pytest.raises(ImportRefusal, match="version 2"):
-        read_lines(path)
-    damaged = path.read_text().replace('"version":2', '"version":1').replace('"elements":128', '"elements":"x"')
-    path.write_text(damaged)
-    with pytest.raises(ImportRefusal, match="a layer cannot be read"):
-        read_lines(path)
-    path.write_text('{"kind":"end"}\n')
-    with pytest.raises(ImportRefusal, match="does not describe a run"):
-        read_lines(path)
+    text = path.read_text()
+    for changed, told in (
+        (text.replace('"version":1', '"version":2', 1), "version 2"),
+        (text.replace('"elements":128', '"elements":"x"'), "a layer cannot be read"),
+        ('{"kind":"end"}\n', "does not describe a run"),
+    ):
+        path.write_text(changed)
+        with pytest.raises(ImportRefusal, match=told):
+            read_lines(path)
 
 
 def test_curves_of_a_csv_file(server, tmp_path):
@@ -220,3 +236,62 @@ def test_run_ids_are_new_sortable_and_accepted(server):
     assert len(set(ids)) == 100
     assert ids[0][:9] <= ids[-1][:9]
     assert server.run(ids[0]).run_id == ids[0]
+
+
+def test_without_the_reader_it_says_what_to_install(tmp_path, monkeypatch):
+    for name in ["tensorboard", *(name for name in sys.modules if name.startswith("tensorboard."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "events.out.tfevents.1").write_bytes(b"")
+    with pytest.raises(ImportRefusal, match=r"collage-monitor\[tensorboard\]"):
+        read_events(tmp_path)
+
+
+def test_a_folder_without_event_files_is_refused(tmp_path):
+    with pytest.raises(ImportRefusal, match="no file called"):
+        read_events(tmp_path)
+
+
+@pytest.mark.slow
+def test_scalars_of_event_files_arrive(server, tmp_path):
+    event = pytest.importorskip("tensorboard.compat.proto.event_pb2", reason="the extra `tensorboard` is missing")
+    summary = pytest.importorskip("tensorboard.compat.proto.summary_pb2")
+    writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    folder = tmp_path / "resnet"
+    written = writer.EventFileWriter(str(folder))
+    for step, loss in ((1, 4.0), (2, float("nan")), (3, 2.5), (3, 2.25)):
+        values = [summary.Summary.Value(tag="loss", simple_value=loss)]
+        values.append(summary.Summary.Value(tag="val/accuracy", simple_value=0.5 * step))
+        written.add_event(event.Event(step=step, wall_time=1e9 + step, summary=summary.Summary(value=values)))
+    written.close()
+    with transfer(server) as client:
+        run = send_source(client, read_events(folder), "p", "imported")
+    assert (run.name, run.state) == ("resnet", "finished")
+    series = server.series("loss", "imported", axis="time")
+    assert (series.steps, series.positions) == ([1, 2, 3], [0.0, 1.0, 2.0])
+    assert series.values == [4.0, "NaN", 2.25]
+    assert server.series("val/accuracy", "imported").values == [0.5, 1.0, 1.5]
+
+
+def close(cell, value):
+    """Whether a cell of the README is this value, rounded as it is."""
+    number = cell.removeprefix("< ").removesuffix(" %")
+    scale = 100 if cell.endswith("%") else 1
+    if cell.startswith("<"):
+        return value * scale < float(number)
+    return value * scale == pytest.approx(float(number), abs=0.51 * 10.0 ** -len(number.partition(".")[2]))
+
+
+def test_the_page_of_the_demo_says_what_the_readme_says(server):
+    with transfer(server) as client:
+        page = made(client)
+        names = {run.run_id: run.name for run in client.runs().runs}
+        compared = {names[run.run_id]: run for run in client.compare(list(names), "edq_ratio").runs}
+    assert not re.search(r"<script|<link|(?:src|href)=\"http", page)
+    assert len(ROWS) == len(list(KEPT.glob("*.jsonl.gz"))) == 5
+    for strategy, dtype, cells in ROWS:
+        name, (loss, *told) = f"{strategy} {dtype}", cells.split(" | ")
+        assert name in page
+        found = compared[name]
+        assert close(loss, found.scalars["validation_loss"].value), name
+        for metric, cell in zip(METRICS, told, strict=True):
+            assert close(cell, found.merged[metric]), (name, metric, cell, found.merged[metric])

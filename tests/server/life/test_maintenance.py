@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from collage_server.background import Maintenance
 from collage_server.disk_guard import DiskGuard
 from collage_server.errors import Busy
 from collage_server.settings import Settings, SettingsError
-from collage_server.store import Selection, Sizes, SqliteStore
+from collage_server.store import Selection, Sizes
 
 from collage_monitor import wire
 from tests.server.conftest import NOW, Clock, running
 from tests.server.migrated import put_migrated
 from tests.server.reads import model_points
 from tests.server.samples import report
+from tests.server.store.stores import opened
 
 DAY = 86_400.0
 GIB = 2**30
@@ -53,17 +54,42 @@ def test_the_guard_closes_at_the_bound_and_opens_well_below(full, between, room)
         assert (guard.reason is not None) is closed
 
 
-def test_the_guard_names_the_bound_and_a_remote_disk_has_no_reserve():
-    guard = guard_of(Disk(used=101, free=None), budget=100)
+@pytest.mark.parametrize(
+    ("free", "budget", "told"),
+    [
+        (None, 100, "101 bytes, its budget is 100"),
+        (None, 100, "then VACUUM FULL, or raise COLLAGE_SERVER_DISK_BUDGET_BYTES"),
+        (100 * GIB, 100, "delete runs or shorten the retention or raise"),
+        (None, None, None),
+    ],
+)
+def test_the_guard_names_the_bound_and_a_remote_disk_has_no_reserve(free, budget, told):
+    guard = guard_of(Disk(used=101, free=free), budget=budget)
     guard.check_sizes()
-    assert "101 bytes, its budget is 100" in guard.reason
-    assert "then VACUUM FULL, or raise COLLAGE_SERVER_DISK_BUDGET_BYTES" in guard.reason
-    local = guard_of(Disk(used=101), budget=100)
-    local.check_sizes()
-    assert "delete runs or shorten the retention or raise" in local.reason
-    free = guard_of(Disk(used=101, free=None))
-    free.check_sizes()
-    assert free.reason is None
+    assert told in guard.reason if told else guard.reason is None
+
+
+def test_the_guard_counts_commits_between_two_looks():
+    disk = Disk(used=1000)
+    guard = guard_of(disk, budget=2000)
+    guard.check_sizes()
+    disk.used = 1900
+    guard.admit(400)
+    for more in (200, 1):
+        with pytest.raises(Busy, match="its budget is 2000"):
+            guard.admit(more)
+    disk.used = 100
+    guard.check_sizes()
+    guard.admit(900)
+
+
+def test_sealing_takes_nothing_from_the_reserve():
+    disk = Disk(free=2000)
+    guard = guard_of(disk, reserve=1000)
+    for free, may_seal in ((2000, True), (1000, True), (999, False)):
+        disk.free = free
+        guard.check_sizes()
+        assert guard.may_seal == may_seal
 
 
 @pytest.mark.slow
@@ -138,13 +164,9 @@ def test_retention_by_settings(tmp_path):
         assert len(server.series("edq_ratio", points=1000).steps) == 90
         assert len(server.series("loss", points=1000).steps) == 600
         events = server.get("/runs/r1/events", wire.EventPage).events
-        assert [(event.kind, event.time) for event in events[1:]] == [
-            ("retention", NOW + 31 * DAY),
-            ("retention", NOW + 366 * DAY),
-        ]
-        assert {event.text for event in events[1:]} == {
-            "retention dropped 2 chunk levels (points of 1 or 16 measured steps); coarser points stay"
-        }
+        told = [(event.kind, event.time) for event in events[1:]]
+        assert told == [("retention", NOW + days * DAY) for days in (31, 366)]
+        assert all(event.text.startswith("retention dropped 2 chunk levels ") for event in events[1:])
 
 
 @pytest.mark.slow
@@ -162,13 +184,9 @@ def test_the_audit_log_is_kept_for_good_or_as_long_as_its_setting_says(tmp_path,
 
 
 def test_settings_of_retention_are_checked(tmp_path):
-    cases: list[dict[str, Any]] = [
-        {"retention_coarse_days": 3},
-        {"retention_raw_days": 5, "retention_coarse_days": 3},
-    ]
-    for wrong in cases:
+    for raw in (None, 5):
         with pytest.raises(SettingsError, match="keep them no longer"):
-            Settings(folder=tmp_path, no_auth=True, **wrong)
+            Settings(folder=tmp_path, no_auth=True, retention_raw_days=raw, retention_coarse_days=3)
     with pytest.raises(SettingsError, match="DISK_BUDGET_BYTES=0 must be a positive whole number"):
         Settings(folder=tmp_path, no_auth=True, disk_budget_bytes=0)
     assert Settings(folder=tmp_path, no_auth=True).retention_days == {}
@@ -178,32 +196,26 @@ def test_a_database_file_that_is_gone_takes_no_more_reports(tmp_path):
     """It would be written to until the server ends, and acknowledged."""
     with running(Settings(folder=tmp_path, no_auth=True), clock=Clock()) as server:
         server.filled()
+        store, guard = server.app.state.collage.store, server.app.state.collage.guard
         (tmp_path / "collage.sqlite").rename(tmp_path / "moved")
-        server.app.state.collage.guard.check_sizes()
+        guard.check_sizes()
         assert "put it back" in server.reports([report(9, 90)], status=503).message
-        with (
-            server.app.state.collage.store.reading(),
-            pytest.raises(Busy),
-            server.app.state.collage.store.reading(),
-        ):
+        with store.reading(), pytest.raises(Busy), store.reading():
             pytest.fail("a database was made anew")
-        store = server.app.state.collage.store
         store._longest_log = 0
         before = sorted(tmp_path.iterdir())
         store.checkpoint_log()
         assert not store.release_space()
         assert sorted(tmp_path.iterdir()) == before, "upkeep leaves the log to the file that it belongs to"
         (tmp_path / "moved").rename(tmp_path / "collage.sqlite")
-        server.app.state.collage.guard.check_sizes()
+        guard.check_sizes()
         assert server.reports([report(9, 90)]).accepted == 1
 
 
 @pytest.fixture
 def store(tmp_path):
-    store = SqliteStore(put_migrated(tmp_path), stale_after_seconds=600.0)
-    store.open()
-    yield store
-    store.close()
+    with closing(opened(put_migrated(tmp_path))) as store:
+        yield store
 
 
 def purging(store, monkeypatch, *outcomes):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,15 @@ from collage_server.auth.administration import (
 from collage_server.auth.principals import Person, digest_of
 from collage_server.errors import BadRequest, NotFound, Unprocessable
 from collage_server.settings import Settings
-from collage_server.store import LogOut, ReportGroup, RunQuery
+from collage_server.store import LogOut, RunQuery
 from collage_server.store.access.access_store import append_to_audit_log
 from sqlalchemy.exc import IntegrityError
 
 from collage_monitor import wire
-from tests.server.samples import report, stream_create
-
-NOW = 1_700_000_000.0
+from tests.server.samples import report
+from tests.server.store.sending import append, fill
+from tests.server.store.stores import NOW
+from tests.waiting import at_once
 
 
 def make(store, role="read", projects=None, now=NOW):
@@ -38,19 +40,13 @@ def begin(store, subject, provider_session=None, now=NOW):
     return open_session(store.access, person, settings, now, "dashboard")
 
 
-def fill(store, project, run_id, tags=()):
-    store.runs.create(project, wire.RunCreate(run_id=run_id, tags=list(tags)), NOW)
-    store.streams.create_attempt(run_id, wire.AttemptCreate(launch_id="l", first_step=1), NOW)
-    store.streams.create_stream(run_id, stream_create(f"{run_id}-s", "l"), NOW)
-
-
 def runs_of(store, project):
     return [run.run_id for run in store.runs.page(RunQuery(project=project), NOW, 600.0).runs]
 
 
-def record(store, entry):
+def record(store, *entries):
     with store.writing() as connection:
-        append_to_audit_log(connection, [entry])
+        append_to_audit_log(connection, list(entries))
 
 
 class AccessContract:
@@ -58,19 +54,16 @@ class AccessContract:
 
     def test_tokens_are_found_by_digest_until_revoked(self, store):
         first, second = make(store, "ingest", ["p", "q"]), make(store, "admin", now=NOW + 1)
-        assert store.access.unrevoked_tokens() == {
-            digest_of(first.secret): first.token,
-            digest_of(second.secret): second.token,
-        }
+        known = {digest_of(made.secret): made.token for made in (first, second)}
+        assert store.access.unrevoked_tokens() == known
         assert store.access.tokens() == [second.token, first.token]
+        with pytest.raises(NotFound):
+            revoke_token(store.access, "none", NOW, "host")
         revoked = revoke_token(store.access, first.token.token_id, NOW + 2, "host")
         assert revoke_token(store.access, first.token.token_id, NOW + 9, "host") == revoked
         assert list(store.access.unrevoked_tokens()) == [digest_of(second.secret)]
-        assert [entry.action for entry in store.access.audit_log(None, 10).acts] == [
-            "token.revoke",
-            "token.create",
-            "token.create",
-        ]
+        actions = [entry.action for entry in store.access.audit_log(None, 10).acts]
+        assert actions == ["token.revoke", "token.create", "token.create"]
 
     def test_a_session_comes_back_as_it_was(self, store):
         session = begin(store, "ada", "s-1")
@@ -80,22 +73,16 @@ class AccessContract:
         assert (session.token.expires_at, session.token.idle_seconds) == (NOW + 43_200, 3_600)
 
     def test_sessions_that_are_over_go_with_the_next_and_tokens_stay(self, store):
-        kept = [make(store).token.token_id for _ in range(2)]
-        revoke_token(store.access, kept[0], NOW, "host")
+        kept = [make(store).token for _ in range(2)]
+        revoke_token(store.access, kept[0].token_id, NOW, "host")
         ended, running = begin(store, "ada"), begin(store, "bob")
         end_session(store.access, ended.token.token_id, NOW + 1)
         third = begin(store, "ada", now=NOW + 2)
-        assert {token.token_id for token in store.access.tokens()} == {
-            *kept,
-            running.token.token_id,
-            third.token.token_id,
-        }
+        known = {token.token_id for token in store.access.tokens()}
+        assert known == {token.token_id for token in (*kept, running.token, third.token)}
         fourth = begin(store, "ada", now=NOW + 43_201)
-        assert {token.token_id for token in store.access.tokens()} == {
-            *kept,
-            third.token.token_id,
-            fourth.token.token_id,
-        }
+        known = {token.token_id for token in store.access.tokens()}
+        assert known == {token.token_id for token in (*kept, third.token, fourth.token)}
 
     def test_a_log_out_ends_whose_sessions_it_is_about(self, store):
         sessions = {
@@ -138,21 +125,14 @@ class AccessContract:
 
     def test_one_log_out_token_at_several_servers_counts_once(self, store):
         log_out = LogOut(digest_of("one"), NOW + 60, "ada", None)
+        taken = []
 
-        def taken(_):
-            try:
-                end_sessions(store.access, log_out, NOW)
-            except BadRequest:
-                return 0
-            return 1
+        def take():
+            with suppress(BadRequest):
+                taken.append(end_sessions(store.access, log_out, NOW))
 
-        with ThreadPoolExecutor(4) as threads:
-            assert sum(threads.map(taken, range(8))) == 1
-
-    def test_an_unknown_token_cannot_be_revoked(self, store):
-        with pytest.raises(NotFound):
-            revoke_token(store.access, "none", NOW, "host")
-        assert store.access.audit_log(None, 10).acts == []
+        at_once(*[take] * 8)
+        assert len(taken) == 1
 
     def test_last_use_only_moves_forward(self, store):
         made = [make(store).token.token_id for _ in range(2)]
@@ -163,32 +143,25 @@ class AccessContract:
 
     def test_pages_of_the_audit_log_skip_nothing_at_equal_times(self, store):
         entries = [new_audit_log_entry(NOW, "host", "test", str(i), details={"i": i}) for i in range(7)]
-        for entry in entries:
-            record(store, entry)
-        seen, cursor = [], None
-        while True:
-            page = store.access.audit_log(cursor, 3)
+        record(store, *entries)
+        page = store.access.audit_log(None, 3)
+        seen = page.acts
+        while page.cursor is not None:
+            page = store.access.audit_log(page.cursor, 3)
             seen += page.acts
-            cursor = page.cursor
-            if cursor is None:
-                break
         assert sorted(seen, key=lambda entry: entry.subject) == entries
         for bad in ("zz", "MHgxcDk5OTk5OTkgYQ=="):
             with pytest.raises(Unprocessable):
                 store.access.audit_log(bad, 3)
 
     def test_old_entries_of_the_audit_log_go_and_no_others(self, store):
-        with store.writing() as connection:
-            append_to_audit_log(
-                connection, [new_audit_log_entry(NOW + time, "host", "test", str(time)) for time in range(1200)]
-            )
+        record(store, *(new_audit_log_entry(NOW + time, "host", "test", str(time)) for time in range(1200)))
         assert [store.expiry.expire_audit_log(NOW + 1190) for _ in range(4)] == [500, 500, 190, 0]
-        assert [int(entry.subject) for entry in store.access.audit_log(None, 100).acts] == list(
-            range(1199, 1189, -1)
-        )
+        left = [int(entry.subject) for entry in store.access.audit_log(None, 100).acts]
+        assert left == [*range(1199, 1189, -1)]
 
     def test_a_deletion_and_its_audit_log_entry_stand_together_or_not_at_all(self, store):
-        fill(store, "p", "r1")
+        fill(store)
         entry = new_audit_log_entry(NOW, "host", "run.delete", "r1")
         record(store, entry)
         with pytest.raises(IntegrityError):
@@ -197,32 +170,26 @@ class AccessContract:
         store.runs.delete("r1", NOW, [new_audit_log_entry(NOW, "host", "run.delete", "r1")])
         assert [entry.subject for entry in store.access.audit_log(None, 9).acts] == ["r1"] * 2
 
-    def test_whose_a_run_and_a_stream_are_outlives_deletion(self, store):
-        fill(store, "p", "r1")
-        for _ in range(2):
-            assert store.access.project_of("r1") == "p"
-            assert store.access.project_of_stream("r1-s") == "p"
-            if runs_of(store, "p"):
+    def test_whose_a_run_and_a_stream_are_outlives_deletion_and_layers_are_counted_by_project(self, store):
+        fill(store)
+        for run_id, stream_id, project in (("r2", "s2", "p"), ("r3", "s3", "q")):
+            fill(store, run_id, stream_id, project)
+        assert [store.access.count_layers(project) for project in ("p", "q", "none")] == [6, 3, 0]
+        for deleted in (False, True):
+            if deleted:
                 store.runs.delete("r1", NOW)
+            assert store.access.project_of("r1") == "p"
+            assert store.access.project_of_stream("s0") == "p"
         assert store.access.project_of("none") is None
         assert store.access.project_of_stream("none") is None
 
-    def test_layers_are_counted_by_project(self, store):
-        fill(store, "p", "r1", ["x", "y"])
-        fill(store, "p", "r2", ["y", "z"])
-        fill(store, "q", "r3", ["w"])
-        assert [store.access.count_layers(project) for project in ("p", "q", "none")] == [6, 3, 0]
-
     def test_gaps_and_the_clock_of_a_stream(self, store):
-        fill(store, "p", "r1")
-        record = store.streams.stream_record("r1-s")
-        store.journal.append(
-            [ReportGroup(record, [report(0, 10, time=NOW + 2.0), report(4, 20, time=NOW - 9.0)])], NOW
-        )
-        store.journal.record_gaps(record, [wire.ReportGap(first_seq=1, last_seq=2, reason="full")], NOW)
-        store.journal.record_gaps(record, [wire.ReportGap(first_seq=2, last_seq=2, reason="full")], NOW)
-        [stream] = store.streams.of_run("r1")
-        assert (stream.given_up, stream.missing, stream.clock_skew_seconds) == (2, 1, 2.0)
+        stream = fill(store)
+        append(store, stream, report(0, 10, time=NOW + 2.0), report(4, 20, time=NOW - 9.0))
+        for first in (1, 2):
+            store.journal.record_gaps(stream, [wire.ReportGap(first_seq=first, last_seq=2, reason="full")], NOW)
+        [known] = store.streams.of_run("r1")
+        assert (known.given_up, known.missing, known.clock_skew_seconds) == (2, 1, 2.0)
 
     def test_runs_created_at_once_do_not_overshoot_a_quota(self, store):
         """Counted where they are added: of ten at once, as many as there is room for."""
@@ -238,8 +205,7 @@ class AccessContract:
             except Unprocessable:
                 refused.append(number)
 
-        with ThreadPoolExecutor(10) as pool:
-            list(pool.map(create, range(10)))
+        at_once(*[partial(create, number) for number in range(10)])
         assert len(runs_of(store, "p")) == 3
         assert len(refused) == 7
         assert store.runs.create("q", wire.RunCreate(run_id="other"), NOW, check)[1]

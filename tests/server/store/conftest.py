@@ -18,17 +18,12 @@ _numbers = itertools.count()
 @pytest.fixture(scope="session")
 def cluster():
     """A running cluster with a migrated template database."""
-    programs = programs_or_skip()
     with tempfile.TemporaryDirectory() as folder:
-        cluster = Cluster(folder, programs)
-        cluster.create()
-        cluster.start()
-        try:
+        cluster = Cluster(folder, programs_or_skip())
+        with cluster.running():
             cluster.execute("CREATE DATABASE migrated")
             PostgresqlStore(cluster.url("migrated"), stale_after_seconds=600.0).migrate()
             yield cluster
-        finally:
-            cluster.stop()
 
 
 @pytest.fixture(scope="session")
@@ -38,22 +33,23 @@ def execute(cluster):
         yield connection.execute
 
 
+def _made(cluster, execute, more=""):
+    name = f"test_{next(_numbers)}"
+    execute(f"CREATE DATABASE {name} {more}")
+    yield cluster.url(name)
+    execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
 @pytest.fixture
 def database(cluster, execute):
     """The URL of a fresh database with this server's schema."""
-    name = f"test_{next(_numbers)}"
-    execute(f"CREATE DATABASE {name} TEMPLATE migrated STRATEGY file_copy")
-    yield cluster.url(name)
-    execute(f"DROP DATABASE {name} WITH (FORCE)")
+    yield from _made(cluster, execute, "TEMPLATE migrated STRATEGY file_copy")
 
 
 @pytest.fixture
 def empty_database(cluster, execute):
     """The URL of a database without tables."""
-    name = f"test_{next(_numbers)}"
-    execute(f"CREATE DATABASE {name}")
-    yield cluster.url(name)
-    execute(f"DROP DATABASE {name} WITH (FORCE)")
+    yield from _made(cluster, execute)
 
 
 @pytest.fixture(scope="session")

@@ -14,80 +14,42 @@ from collage_server.errors import Conflict, Damaged, Gone, NotFound, Unprocessab
 from collage_server.store import READERS, GroupQuery, ReportGroup, RunQuery, Selection, TableQuery, schema
 from collage_server.store.journal import stream_store
 from collage_server.store.records import CONNECTIONS, stream_record
-from collage_server.store.sealing.seal_plan import SealLimits
 from collage_server.summariser import keep_overview
 from sqlalchemy import select, update
 
 from collage_monitor import metrics, wire
 from tests.server.reads import due_runs, evaluate_due, latest_point, layer_points, model_points, scalar_points
-from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create, watch
+from tests.server.samples import LAYERS, STATISTICS, layer, report, stream_create, watch
+from tests.server.store.sending import append, fill, launch, send, with_more
+from tests.server.store.stores import ALL, LIMITS, NOW, purge_all, rows
 from tests.waiting import beside
 
-NOW = 1_700_000_000.0
-LIMITS = SealLimits(points=32, part_points=32, part_bytes=1, late_rows=4, slice_rows=3, delete_rows=5)
-"""Small, so that few reports make chunks."""
-ALL = Selection()
-
-
-def reopening(store, open_again):
-    """The body of a fixture: what closes the store and opens the same data anew, as often as it is called."""
-    opened = [store]
-
-    def reopened():
-        opened[-1].close()
-        opened.append(open_again())
-        return opened[-1]
-
-    yield reopened
-    for entry in opened[1:]:
-        entry.close()
+__all__ = ["LIMITS", "NOW", "StoreContract"]
 
 
 class StoreContract:
     """Subclasses give the fixtures `store` (open, empty) and `reopen` (closes it and opens the same data anew)."""
 
-    @staticmethod
-    def fill(store, run_id="r1", stream_id="s0", project="p"):
-        store.runs.create(project, wire.RunCreate(run_id=run_id), NOW)
-        store.streams.create_attempt(run_id, wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
-        store.streams.create_stream(run_id, stream_create(stream_id), NOW)
-        return store.streams.stream_record(stream_id)
-
-    @staticmethod
-    def append(store, stream, *reports, now=NOW):
-        return store.journal.append([ReportGroup(stream, list(reports))], now)[0]
-
-    def test_a_fresh_store_is_empty(self, store):
-        store.check()
-        page = store.runs.page(RunQuery(), NOW, 600.0)
-        assert (page.runs, page.cursor) == ([], None)
-
-    def test_a_report_is_stored_once(self, store):
-        stream = self.fill(store)
-        first = self.append(store, stream, report(0, 10), report(1, 20))
-        again = self.append(store, stream, report(1, 20), report(2, 30))
-        assert (first.accepted, first.duplicates) == (2, 0)
-        assert (again.accepted, again.duplicates) == (1, 1)
-        assert store.streams.of_run("r1")[0].reports == 3
-        assert model_points(store, "r1", None, ALL).steps.tolist() == [10, 20, 30]
-
-    def test_duplicates_within_one_commit_are_counted(self, store):
-        stream = self.fill(store)
-        groups = [ReportGroup(stream, [report(0, 10), report(0, 10)]), ReportGroup(stream, [report(0, 10)])]
-        outcomes = store.journal.append(groups, NOW)
-        assert [(outcome.accepted, outcome.duplicates) for outcome in outcomes] == [(1, 1), (0, 1)]
-
-    def test_the_first_of_two_different_reports_with_one_seq_stays(self, store):
-        stream = self.fill(store)
-        self.append(store, stream, report(0, 10, scalars={"loss": 1.0}))
-        self.append(store, stream, report(0, 10, scalars={"loss": 2.0}))
-        assert scalar_points(store, "r1", None, ALL)["loss"].values.tolist() == [1.0]
-        assert store.runs.get("r1").scalars["loss"].value == 1.0
+    def test_a_report_is_stored_once_and_the_first_of_a_number_stays(self, store):
+        stream = fill(store)
+        for commit, expected in (
+            ([[0, 1]], [(2, 0)]),
+            ([[1, 2]], [(1, 1)]),
+            ([[3, 3], [3]], [(1, 1), (0, 1)]),
+        ):
+            groups = [ReportGroup(stream, [report(seq, 10 + 10 * seq) for seq in seqs]) for seqs in commit]
+            outcomes = store.journal.append(groups, NOW)
+            assert [(outcome.accepted, outcome.duplicates) for outcome in outcomes] == expected
+        append(store, stream, report(3, 40, scalars={"loss": 99.0}))
+        assert store.streams.of_run("r1")[0].reports == 4
+        assert model_points(store, "r1", None, ALL).steps.tolist() == [10, 20, 30, 40]
+        assert scalar_points(store, "r1", None, ALL)["loss"].values.tolist() == [3.9, 3.8, 3.7, 3.6]
+        assert store.runs.get("r1").scalars["loss"].value == 3.6
 
     def test_reports_out_of_order_are_kept_and_the_newest_stays_newest(self, store):
-        stream = self.fill(store)
+        stream = fill(store)
         for seq in (3, 0, 2, 1):
-            self.append(store, stream, report(seq, 10 * (seq + 1)))
+            append(store, stream, report(seq, 10 * (seq + 1)))
         [known] = store.streams.of_run("r1")
         assert (known.reports, known.last_seq, known.last_step) == (4, 3, 40)
         assert latest_point(store, "r1").step == 40
@@ -95,30 +57,30 @@ class StoreContract:
         assert (store.runs.get("r1").first_step, store.runs.get("r1").first_time) == (10, NOW + 10)
 
     def test_as_many_readers_as_may_be_keep_no_report_waiting(self, store):
-        stream = self.fill(store)
+        stream = fill(store)
         with contextlib.ExitStack() as readers, ThreadPoolExecutor(1) as writer:
             for _ in range(READERS):
                 readers.enter_context(store.reading())
-            stored = writer.submit(self.append, store, stream, report(0, 10))
+            stored = writer.submit(append, store, stream, report(0, 10))
             with contextlib.ExitStack() as others:
                 for _ in range(CONNECTIONS - READERS - 1):
                     others.enter_context(store.reading())
                 assert stored.result(10).accepted == 1
 
-    def test_a_late_scalar_does_not_replace_a_newer_one(self, store):
-        stream = self.fill(store)
-        self.append(store, stream, report(1, 20, scalars={"loss": 2.0}), report(0, 10, scalars={"loss": 1.0}))
-        assert store.runs.get("r1").scalars["loss"] == wire.LoggedScalar(step=20, value=2.0)
-
-    def test_of_two_values_at_one_step_the_last_is_the_newest(self, store):
-        stream = self.fill(store)
-        for seqs in ((0, 1), (2,), (3,)):
-            self.append(store, stream, *(report(seq, 10, scalars={"loss": float(seq)}) for seq in seqs))
-            assert store.runs.get("r1").scalars["loss"] == wire.LoggedScalar(step=10, value=float(seqs[-1]))
+    def test_the_newest_value_is_the_last_one_of_the_highest_step(self, store):
+        stream = fill(store)
+        for commit, newest in (
+            ({0: 10, 1: 10}, 1),
+            ({2: 10}, 2),
+            ({3: 10}, 3),
+            ({4: 20, 5: 10}, 4),
+        ):
+            append(store, stream, *(report(seq, step, scalars={"loss": seq}) for seq, step in commit.items()))
+            assert store.runs.get("r1").scalars["loss"] == wire.LoggedScalar(step=commit[newest], value=newest)
 
     def test_selection_by_step(self, store):
-        stream = self.fill(store)
-        self.append(store, stream, *(report(i, 10 * i) for i in range(1, 6)))
+        stream = fill(store)
+        append(store, stream, *(report(i, 10 * i) for i in range(1, 6)))
         chosen = Selection(first_step=20, last_step=40)
         assert model_points(store, "r1", ("lost",), chosen).steps.tolist() == [20, 30, 40]
         assert list(model_points(store, "r1", ("lost",), chosen).totals) == ["lost"]
@@ -126,7 +88,7 @@ class StoreContract:
         assert scalar_points(store, "r1", ("loss",), chosen)["loss"].steps.tolist() == [20, 30, 40]
 
     def test_unknown_ids(self, store):
-        self.fill(store)
+        fill(store)
         for call in (
             lambda: store.runs.get("zz"),
             lambda: store.streams.of_run("zz"),
@@ -137,7 +99,7 @@ class StoreContract:
             lambda: latest_point(store, "zz"),
             lambda: store.runs.delete("zz", NOW),
             lambda: store.runs.update("zz", wire.RunUpdate(), NOW),
-            lambda: store.streams.create_attempt("zz", wire.AttemptCreate(launch_id="l", first_step=0), NOW),
+            lambda: launch(store, 1, 0, run_id="zz"),
             lambda: store.streams.create_stream("zz", stream_create(), NOW),
             lambda: layer_points(store, "r1", ("lost",), ALL, ["zz"]),
             lambda: model_points(store, "r1", None, Selection(rank=7)),
@@ -155,25 +117,22 @@ class StoreContract:
         assert (again.name, again.tags, again.seed, again.state) == ("a", ["x"], 7, "running")
         assert (again.config, again.created_at, again.updated_at) == ({"lr": 0.1}, NOW, NOW + 5)
 
-    def test_resume_must_and_never(self, store):
-        with pytest.raises(NotFound):
-            store.runs.create("p", wire.RunCreate(run_id="r1", resume="must"), NOW)
-        store.runs.create("p", wire.RunCreate(run_id="r1", resume="never"), NOW)
-        _, is_new = store.runs.create("p", wire.RunCreate(run_id="r1", resume="never"), NOW)
-        assert not is_new, "the same message sent twice, before any launch, is no harm"
-        store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="l", first_step=0), NOW)
-        with pytest.raises(Conflict):
-            store.runs.create("p", wire.RunCreate(run_id="r1", resume="never"), NOW)
+    def test_resume_must_and_never_and_in_another_project(self, store):
+        def create(project="p", **more):
+            return store.runs.create(project, wire.RunCreate(run_id="r1", **more), NOW)
 
-    def test_a_run_belongs_to_one_project(self, store):
-        store.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
-        with pytest.raises(Conflict):
-            store.runs.create("q", wire.RunCreate(run_id="r1"), NOW)
+        with pytest.raises(NotFound):
+            create(resume="must")
+        create(resume="never")
+        assert not create(resume="never")[1], "the same message sent twice, before any launch, is no harm"
+        launch(store, 1, 0)
+        for project, more in (("p", {"resume": "never"}), ("q", {})):
+            with pytest.raises(Conflict):
+                create(project, **more)
 
     def test_a_deleted_run_is_gone_for_good(self, store):
-        stream = self.fill(store)
-        self.fill(store, "r2", "s1")
-        self.append(store, stream, report(0, 10))
+        stream, kept = fill(store), fill(store, "r2", "s1")
+        append(store, stream, report(0, 10))
         assert latest_point(store, "r1").step == 10
         store.runs.delete("r1", NOW)
         for call in (
@@ -186,23 +145,24 @@ class StoreContract:
         ):
             with pytest.raises(Gone):
                 call()
-        outcome = self.append(store, stream, report(1, 20))
-        assert (outcome.gone, outcome.accepted, outcome.duplicates) == (True, 0, 0)
-        assert [run.run_id for run in store.runs.page(RunQuery(), NOW, 600.0).runs] == ["r2"]
+        groups = [ReportGroup(stream, [report(1, 20)]), ReportGroup(kept, [report(0, 10)])]
+        outcomes = [(told.gone, told.accepted, told.duplicates) for told in store.journal.append(groups, NOW)]
+        assert outcomes == [(True, 0, 0), (False, 1, 0)]
+        assert listed(store) == ["r2"]
 
     def test_a_deletion_can_be_undone_until_its_time_is_over(self, store):
         """What was accepted before is there again, and a duplicate if it is sent again; what came meanwhile was
         refused, and may be sent again."""
-        stream = self.fill(store)
+        stream = fill(store)
         create = wire.RunCreate(run_id="r1", tags=["kept"], notes="of ours", config={"lr": 0.1})
         store.runs.create("p", create, NOW + 1)
-        self.append(store, stream, report(0, 10), report(1, 20))
+        append(store, stream, report(0, 10), report(1, 20))
         before, points = store.runs.get("r1"), model_points(store, "r1", None, ALL)
         store.runs.delete("r1", NOW + 2, undo_seconds=60.0)
         with pytest.raises(Gone):
             store.runs.create("p", wire.RunCreate(run_id="r1"), NOW + 3)
-        assert self.append(store, stream, report(2, 30)).gone
-        assert store.runs.page(RunQuery(), NOW, 600.0).runs == []
+        assert append(store, stream, report(2, 30)).gone
+        assert listed(store) == []
         store.runs.end_undo(NOW + 61)
         assert not store.retention.purge(9), "nothing goes meanwhile"
         for moment in (61, 62):
@@ -212,32 +172,30 @@ class StoreContract:
         np.testing.assert_equal(vars(store.streams.stream_record("s0")), vars(stream))
         again = model_points(store, "r1", None, ALL)
         assert again.steps.tolist() == points.steps.tolist() == [10, 20]
-        outcome = self.append(store, stream, report(1, 20), report(2, 30))
+        outcome = append(store, stream, report(1, 20), report(2, 30))
         assert (outcome.gone, outcome.accepted, outcome.duplicates) == (False, 1, 1)
 
     @pytest.mark.parametrize("ended", [False, True])
     def test_a_deletion_whose_time_is_over_is_for_good(self, store, ended):
-        stream = self.fill(store)
-        self.append(store, stream, report(0, 10))
+        stream = fill(store)
+        append(store, stream, report(0, 10))
         store.runs.delete("r1", NOW, undo_seconds=60.0)
         if ended:
             store.runs.end_undo(NOW + 60)
         with pytest.raises(Gone, match="'r1' was deleted for good"):
             store.runs.restore("r1", NOW + 60)
         store.runs.end_undo(NOW + 60)
-        while store.retention.purge(9):
-            pass
-        with store.reading() as connection:
-            for table in (schema.report, schema.point_chunk):
-                assert connection.execute(table.select().where(table.c.run_id == "r1")).first() is None
+        purge_all(store)
+        for table in (schema.report, schema.point_chunk):
+            assert rows(store, table, table.c.run_id == "r1") == 0
 
     def test_only_what_was_deleted_and_is_whole_comes_back_and_only_within_quotas(self, store):
-        self.fill(store)
+        fill(store)
         store.runs.delete("r1", NOW)
         for run_id, error in (("r1", Gone), ("never", NotFound)):
             with pytest.raises(error):
                 store.runs.restore(run_id, NOW)
-        self.fill(store, "r2", "s1")
+        fill(store, "r2", "s1")
         store.runs.delete("r2", NOW, undo_seconds=60.0)
 
         def refuse(project, what, added, count):
@@ -255,25 +213,18 @@ class StoreContract:
         with pytest.raises(Gone):
             store.runs.get("r2")
 
-    def test_a_gone_group_does_not_fail_its_neighbours(self, store):
-        gone, kept = self.fill(store), self.fill(store, "r2", "s1")
-        store.runs.delete("r1", NOW)
-        outcomes = store.journal.append(
-            [ReportGroup(gone, [report(0, 10)]), ReportGroup(kept, [report(0, 10)])], NOW
-        )
-        assert [(outcome.gone, outcome.accepted) for outcome in outcomes] == [(True, 0), (False, 1)]
-
     def test_pages_skip_nothing_and_repeat_nothing(self, store):
+        store.check()
+        page = store.runs.page(RunQuery(), NOW, 600.0)
+        assert (page.runs, page.cursor) == ([], None)
         for i in range(7):
             store.runs.create("p", wire.RunCreate(run_id=f"r{i}"), NOW + i // 2)
-        seen, cursor = [], None
-        while True:
-            page = store.runs.page(RunQuery(cursor=cursor, limit=2), NOW, 600.0)
-            seen += [run.run_id for run in page.runs]
-            cursor = page.cursor
-            if cursor is None:
-                break
-        assert seen == ["r6", "r5", "r4", "r3", "r2", "r1", "r0"]
+        page = store.runs.page(RunQuery(limit=2), NOW, 600.0)
+        seen = page.runs
+        while page.cursor is not None:
+            page = store.runs.page(RunQuery(cursor=page.cursor, limit=2), NOW, 600.0)
+            seen += page.runs
+        assert [run.run_id for run in seen] == ["r6", "r5", "r4", "r3", "r2", "r1", "r0"]
 
     def test_a_foreign_cursor_is_refused(self, store):
         for cursor in ("zz", "!!", "AAAA", "ÿ"):
@@ -281,9 +232,9 @@ class StoreContract:
                 store.runs.page(RunQuery(cursor=cursor), NOW, 600.0)
 
     def test_filters(self, store):
-        self.fill(store, "r1", "s1")
+        fill(store, "r1", "s1")
         store.runs.update("r1", wire.RunUpdate(name="100% Alpha", group="g", tags=["t", "u"]), NOW)
-        self.fill(store, "r2", "s2", project="q")
+        fill(store, "r2", "s2", project="q")
         store.runs.update("r2", wire.RunUpdate(state="finished"), NOW)
         for query, expected in (
             (RunQuery(project="p"), ["r1"]),
@@ -298,31 +249,27 @@ class StoreContract:
             (RunQuery(state="running"), ["r1"]),
             (RunQuery(state="stale"), []),
         ):
-            assert [run.run_id for run in store.runs.page(query, NOW, 600.0).runs] == expected, query
+            assert listed(store, query) == expected, query
 
-    def test_stale_is_running_without_a_sign_of_life(self, store):
-        stream = self.fill(store)
-        later = NOW + 601
-        assert [run.run_id for run in store.runs.page(RunQuery(state="stale"), later, 600.0).runs] == ["r1"]
-        self.append(store, stream, report(0, 10), now=later)
-        assert store.runs.page(RunQuery(state="stale"), later, 600.0).runs == []
-        assert store.runs.get("r1").updated_at == later
-
-    def test_who_describes_a_run_gives_no_sign_of_life(self, store):
-        stream = self.fill(store)
-        self.append(store, stream, report(0, 10))
+    def test_stale_is_running_without_a_sign_of_life_and_who_describes_a_run_gives_none(self, store):
+        stream, stale = fill(store), RunQuery(state="stale")
+        assert (listed(store, stale, NOW), listed(store, stale, NOW + 601)) == ([], ["r1"])
+        append(store, stream, report(0, 10), now=NOW + 601)
+        assert listed(store, stale, NOW + 601) == []
+        assert store.runs.get("r1").updated_at == NOW + 601
         first = store.runs.revisions(["r1"])
-        described = store.runs.update("r1", wire.RunUpdate(tags=["t"], notes="n", name="m", group="g"), NOW + 700)
-        assert (described.updated_at, described.changed_at, described.notes) == (NOW, NOW + 700, "n")
-        assert [run.run_id for run in store.runs.page(RunQuery(state="stale"), NOW + 701, 600.0).runs] == ["r1"]
+        described = wire.RunUpdate(tags=["t"], notes="n", name="m", group="g")
+        told = store.runs.update("r1", described, NOW + 1300)
+        assert (told.updated_at, told.changed_at, told.notes) == (NOW + 601, NOW + 1300, "n")
+        assert listed(store, stale, NOW + 1301) == ["r1"]
         assert store.runs.revisions(["r1"]) != first, "readers that keep answers must see the change"
-        table = store.table.page(TableQuery(state="stale"), NOW + 701, 600.0)
+        table = store.table.page(TableQuery(state="stale"), NOW + 1301, 600.0)
         assert [record.run_id for record, _ in table.rows] == ["r1"]
-        failed = store.runs.update("r1", wire.RunUpdate(state="failed"), NOW + 800)
-        assert (failed.updated_at, failed.changed_at) == (NOW + 800, NOW + 800)
+        failed = store.runs.update("r1", wire.RunUpdate(state="failed"), NOW + 1400)
+        assert (failed.updated_at, failed.changed_at) == (NOW + 1400, NOW + 1400)
 
     def test_the_table_has_another_revision_after_each_change_and_evaluation_of_any_run(self, store):
-        streams = [self.fill(store, f"r{place}", f"s{place}") for place in range(2)]
+        streams = [fill(store, f"r{place}", f"s{place}") for place in range(2)]
 
         def revision(**more):
             return store.table.page(TableQuery(limit=1, **more), NOW, 600.0).revision
@@ -331,14 +278,14 @@ class StoreContract:
             (due,) = [entry for entry in due_runs(store) if entry.run_id == run_id]
             keep_overview(store, due.run_id)
 
-        self.append(store, streams[1], report(0, 10), now=NOW + 5)
-        self.append(store, streams[0], report(0, 10), now=NOW + 1)
+        append(store, streams[1], report(0, 10), now=NOW + 5)
+        append(store, streams[0], report(0, 10), now=NOW + 1)
         seen = [revision()]
         assert revision() == seen[0], "nothing happened"
         for run_id in ("r1", "r0"):
             evaluate(run_id)
             seen.append(revision())
-        self.append(store, streams[0], report(1, 20), now=NOW + 2)
+        append(store, streams[0], report(1, 20), now=NOW + 2)
         evaluate("r0")
         seen.append(revision())
         store.runs.update("r0", wire.RunUpdate(notes="n"), NOW + 6)
@@ -348,7 +295,7 @@ class StoreContract:
 
     def test_runs_are_grouped_by_project_strategy_and_what_is_asked_for(self, store):
         for place, group in enumerate(("g", "g", None, "h")):
-            self.fill(store, f"r{place}", f"s{place}")
+            fill(store, f"r{place}", f"s{place}")
             if group:
                 store.runs.update(f"r{place}", wire.RunUpdate(group=group), NOW)
         store.runs.create("q", wire.RunCreate(run_id="r4"), NOW)
@@ -404,57 +351,43 @@ class StoreContract:
             assert ([record.run_id for record, _ in page.rows], page.total) == (runs, len(runs)), text
 
     def test_streams_grow_at_the_end_only(self, store):
-        self.fill(store)
-        more = stream_create(layers=[*map(layer, LAYERS), layer("head.weight")], statistics=[*STATISTICS, "stray"])
-        assert (
-            store.streams.create_stream("r1", more, NOW).layers,
-            store.streams.stream_record("s0").statistics[-1],
-        ) == (
-            4,
-            "stray",
-        )
-        assert store.streams.create_stream("r1", stream_create(), NOW).layers == 4, (
-            "a late repetition changes nothing"
-        )
-        with pytest.raises(Conflict):
-            store.streams.create_stream("r1", stream_create(statistics=STATISTICS[::-1]), NOW)
-        with pytest.raises(Conflict):
-            store.streams.create_stream("r1", stream_create(layers=[layer(LAYERS[1])]), NOW)
-        with pytest.raises(Conflict):
-            store.streams.create_stream("r1", stream_create(rank=1), NOW)
+        fill(store)
+        longer = {"layers": [*map(layer, LAYERS), layer("head.weight")], "statistics": [*STATISTICS, "stray"]}
+        for more in (longer, {}, longer):
+            assert store.streams.create_stream("r1", stream_create(**more), NOW).layers == 4
+            assert store.streams.stream_record("s0").statistics[-1] == "stray"
+        for wrong in (
+            {"statistics": STATISTICS[::-1]},
+            {"layers": [layer(LAYERS[1])]},
+            {"layers": [layer("new.weight")]},
+            {"rank": 1},
+        ):
+            with pytest.raises(Conflict):
+                store.streams.create_stream("r1", stream_create(**wrong), NOW)
         assert [entry.name for entry in store.streams.layers("r1")] == [*LAYERS, "head.weight"]
 
     @pytest.mark.parametrize("control", ["\n", "\x00", "\x7f", "\x85"])
     def test_names_have_no_control_characters(self, store, control):
-        self.fill(store)
+        fill(store)
         name = f"a{control}b"
-        for field, more in (
-            ("statistics", {"statistics": [*STATISTICS, f"state_zero/{name}"]}),
-            ("layers", {"layers": [layer(name)]}),
-        ):
+        for field, wrong in (("statistics", [*STATISTICS, f"state_zero/{name}"]), ("layers", [layer(name)])):
             with pytest.raises(Unprocessable, match="control character") as caught:
-                store.streams.create_stream("r1", stream_create(**more), NOW)
+                store.streams.create_stream("r1", stream_create(**{field: wrong}), NOW)
             assert caught.value.field == field
             assert repr(name)[1:-1] in caught.value.message
         assert [entry.name for entry in store.streams.layers("r1")] == LAYERS
 
     @pytest.mark.parametrize("more", [{"layers": [layer(LAYERS[0])]}, {"statistics": STATISTICS[:1]}])
     def test_a_shorter_stream_takes_no_newer_words_back(self, store, more):
-        self.fill(store)
+        fill(store)
         store.streams.create_stream("r1", stream_create(watch=watch("kahan")), NOW)
         late = store.streams.create_stream("r1", stream_create(watch=watch("plain"), **more), NOW)
         run = store.runs.get("r1")
         assert (late.watch, run.watch) == (watch("kahan"), watch("kahan"))
         assert run.strategy == "kahan"
 
-    def test_a_refused_stream_leaves_nothing_behind(self, store):
-        self.fill(store)
-        with pytest.raises(Conflict):
-            store.streams.create_stream("r1", stream_create(layers=[layer("new.weight")]), NOW)
-        assert [entry.name for entry in store.streams.layers("r1")] == LAYERS
-
     def test_ranks_register_without_reading_each_other(self, store, monkeypatch):
-        self.fill(store)
+        fill(store)
         for rank in range(1, 5):
             store.streams.create_stream("r1", stream_create(stream_id=f"s{rank}", rank=rank), NOW)
         read = []
@@ -473,35 +406,24 @@ class StoreContract:
         store.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
         with pytest.raises(NotFound, match="launch_id"):
             store.streams.create_stream("r1", stream_create(), NOW)
-        store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=0), NOW)
-        for wrong, field in (
-            ({"statistics": ["lost", "lost"]}, "statistics"),
-            ({"statistics": ["lost", "odd\x00"]}, "statistics"),
-            ({"statistics": ["s" * 449]}, "statistics"),
-            ({"layers": [layer("a"), layer("a")]}, "layers"),
+        launch(store, 1, 0)
+        for field, wrong in (
+            ("statistics", ["lost", "lost"]),
+            ("statistics", ["lost", "odd\x00"]),
+            ("statistics", ["s" * 449]),
+            ("layers", [layer("a"), layer("a")]),
         ):
             with pytest.raises(Unprocessable) as caught:
-                store.streams.create_stream("r1", stream_create(**wrong), NOW)
+                store.streams.create_stream("r1", stream_create(**{field: wrong}), NOW)
             assert caught.value.field == field
         for unknown in ("nonsense", "update_ulp_histogram"):
             store.streams.create_stream("r1", stream_create(unknown, statistics=[unknown, "lost"]), NOW)
             (stream,) = (stream for stream in store.streams.of_run("r1") if stream.stream_id == unknown)
             assert (stream.statistics, stream.unknown_statistics) == (["lost"], [unknown])
 
-    def test_a_layer_added_during_the_run(self, store):
-        stream = self.fill(store)
-        self.append(store, stream, report(0, 10))
-        store.streams.create_stream("r1", stream_create(layers=[*map(layer, LAYERS), layer("head.weight")]), NOW)
-        stream = store.streams.stream_record("s0")
-        self.append(store, stream, report(1, 20, values=block(20, layers=4)))
-        points = layer_points(store, "r1", ("lost",), ALL)
-        assert points.layers == [*LAYERS, "head.weight"]
-        assert points.totals["lost"][1].tolist() == [10.0, 20.0, 30.0, 40.0]
-        assert str(points.totals["lost"][0].tolist()) == "[10.0, 20.0, 30.0, nan]"
-
     def test_an_export_that_comes_again_gets_the_same_number(self, store, reopen):
         """By its time and what it holds; the count is its time's."""
-        stream, number = self.fill(store), store.journal.number_exports
+        stream, number = fill(store), store.journal.number_exports
         assert number(stream, [(20, 7), (10, 7), (20, 8)]) == [(0, 1), (1, 2), (2, 1)]
         again = reopen()
         number = again.journal.number_exports
@@ -513,30 +435,27 @@ class StoreContract:
             number(stream, [(50, 7)])
 
     def test_readers_see_whole_commits_while_a_writer_commits(self, store):
-        stream = self.fill(store)
+        stream = fill(store)
         torn = []
         with beside(lambda: torn.append(len(model_points(store, "r1", ("lost",), ALL).steps) % 5)):
             for batch in range(20):
-                self.append(store, stream, *(report(5 * batch + i, 5 * batch + i + 1) for i in range(5)))
+                send(store, stream, range(5 * batch + 1, 5 * batch + 6), first_seq=5 * batch)
         assert not any(torn)
         assert store.streams.of_run("r1")[0].reports == 100
 
     def test_a_statistic_that_is_new_in_the_catalogue_needs_no_migration(self, store, reopen, monkeypatch):
         entry = dataclasses.replace(metrics.STATISTICS["stray"], name="brand_new_sum")
         monkeypatch.setitem(metrics.STATISTICS, "brand_new_sum", entry)
-        self.fill(store)
+        fill(store)
         store.streams.create_stream("r1", stream_create(statistics=[*STATISTICS, "brand_new_sum"]), NOW)
-        values = np.vstack([block(1), np.full((1, 3), 7.0)])
-        one = msgspec.structs.replace(
-            report(0, 1),
-            statistic_count=len(values),
-            statistics=wire.array_to_bytes(values),
-            model=wire.array_to_bytes(values.sum(axis=1)),
-        )
-        reports = [msgspec.structs.replace(one, seq=i, step=i + 1) for i in range(40)]
-        self.append(store, store.streams.stream_record("s0"), *reports)
+        reports = [with_more(report(i, i + 1), 7.0) for i in range(40)]
+        append(store, store.streams.stream_record("s0"), *reports)
         assert store.sealing.seal("r1", NOW)
         again = reopen()
         assert model_points(again, "r1", ["brand_new_sum"], ALL).totals["brand_new_sum"].tolist() == [21.0] * 40
         coarse = layer_points(again, "r1", ["brand_new_sum"], Selection(points=1)).totals["brand_new_sum"]
         assert coarse.sum(axis=0).tolist() == [40 * 7.0] * 3
+
+
+def listed(store, query=None, now=NOW):
+    return [run.run_id for run in store.runs.page(query or RunQuery(), now, 600.0).runs]

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 from collage_server.errors import Gone
-from collage_server.store import ReportGroup, Selection, schema
+from collage_server.store import Selection, schema
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.row_helpers import ranges_from_json
 from hypothesis import settings
@@ -29,10 +29,10 @@ from sqlalchemy import select
 from collage_monitor import wire
 from collage_monitor.statistics import reduce_steps
 from tests.server.reads import latest_point, layer_points, model_points, scalar_points
-from tests.server.samples import LAYERS, block, layer, report, stream_create
-from tests.server.store.contract import LIMITS, NOW
+from tests.server.samples import block, report
 from tests.server.store.naive import NaiveRun, NaiveStream
-from tests.server.store.seen import AFTER_SILENCE
+from tests.server.store.sending import append, launch, register
+from tests.server.store.stores import LIMITS, NOW, finish, purge_all, rows
 
 __all__ = ["LawsContract", "killed_after"]
 
@@ -156,19 +156,19 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.sealing.limits = self.limits
         self.sweep()
         if finished:
-            self.store.runs.update(self.run.run_id, wire.RunUpdate(state="finished"), NOW)
-            while self.store.sealing.seal(self.run.run_id, AFTER_SILENCE):
-                pass
+            finish(self.store, self.run.run_id)
             assert self.run.run_id not in self.store.journal.runs()
 
     @precondition(lambda self: len(self.run.streams) > 3)
     @rule(world=WORLDS, parts=PARTS)
     def delete(self, world, parts):
+        self.delete_for_good()
+        purge_all(self.store)
+        self.create(world, parts)
+
+    def delete_for_good(self):
         self.store.runs.delete(self.run.run_id, NOW)
         self.deleted.append(self.run.run_id)
-        while self.store.retention.purge(10):
-            pass
-        self.create(world, parts)
 
     @rule(restarted=st.booleans())
     def delete_and_undo(self, restarted):
@@ -188,10 +188,9 @@ class StoreMachine(RuleBasedStateMachine):
                 work()
         with suppress(Gone):
             assert not self.store.retention.expire(run_id, {1: NOW + 1e9, 16: NOW + 1e9})
-        assert self.store.journal.append([ReportGroup(stream, [report(10**6, 10**6)])], NOW)[0].gone
+        assert append(self.store, stream, report(10**6, 10**6)).gone
         self.store.runs.end_undo(NOW + 59)
-        while self.store.retention.purge(10):
-            pass
+        purge_all(self.store)
         self.sweep()
         found = self.store.runs.restore(run_id, NOW + 59)
         assert found == msgspec.structs.replace(before, changed_at=NOW + 59)
@@ -256,17 +255,14 @@ class StoreMachine(RuleBasedStateMachine):
             self.send_all_again()
             told = {held.stream_id: held.reports for held in self.store.streams.of_run(self.run.run_id)}
             assert told == {stream.stream_id: len(stream.reports) for stream in self.run.streams}
-            self.store.runs.delete(self.run.run_id, NOW)
-            self.deleted.append(self.run.run_id)
-        while self.store.retention.purge(10):
-            pass
+            self.delete_for_good()
+        purge_all(self.store)
         self.sweep()
         for run_id in self.deleted:
             with pytest.raises(Gone):
                 model_points(self.store, run_id, None, Selection())
-            with self.store.reading() as connection:
-                for table in TABLES:
-                    assert not connection.execute(table.select().where(table.c.run_id == run_id)).first(), table
+            for table in TABLES:
+                assert rows(self.store, table, table.c.run_id == run_id) == 0, table
 
     def send_all_again(self):
         """All that was ever sent comes again: no reader sees it, and nothing is held that nobody needs."""
@@ -277,27 +273,21 @@ class StoreMachine(RuleBasedStateMachine):
         self.read_rank_and_scalars(0)
         with self.store.reading() as connection:
 
-            def rows(*columns):
+            def held(*columns):
                 mine = columns[0].table.c.run_id == self.run.run_id
                 return connection.execute(select(*columns).where(mine)).all()
 
-            sealed = dict(rows(schema.run_latest.c.stream_id, schema.run_latest.c.sealed))
-            waiting = Counter(stream for stream, _ in rows(schema.report.c.stream_id, schema.report.c.seq))
+            sealed = dict(held(schema.run_latest.c.stream_id, schema.run_latest.c.sealed))
+            waiting = Counter(stream for stream, _ in held(schema.report.c.stream_id, schema.report.c.seq))
             for stream in self.run.streams:
                 ranges = ranges_from_json(sealed.get(stream.stream_id, "[]"))
-                held = sum(last - first + 1 for first, last in ranges) + waiting[stream.stream_id]
-                assert held == len(stream.reports), (
-                    "each report is waiting in the journal or sealed, and never both"
-                )
-            keys = {
-                table: {
-                    tuple(row) for row in rows(*(table.c[name] for name in ("attempt", "level", "chunk", "part")))
-                }
+                count = sum(last - first + 1 for first, last in ranges) + waiting[stream.stream_id]
+                assert count == len(stream.reports), "a report is waiting in the journal or sealed, and never both"
+            points, *others = (
+                {tuple(row) for row in held(*(table.c[name] for name in ("attempt", "level", "chunk", "part")))}
                 for table in (schema.point_chunk, schema.model_chunk, schema.layer_chunk)
-            }
-            points = keys.pop(schema.point_chunk)
-            for table, of_points in keys.items():
-                assert of_points <= points, f"rows of {table} that belong to no points"
+            )
+            assert all(keys <= points for keys in others), "rows that belong to no points"
 
     def sweep(self):
         """After the hour in which readers may still want them, exactly those files are there that rows name."""
@@ -340,23 +330,14 @@ class StoreMachine(RuleBasedStateMachine):
     def begin_attempt(self, first_step):
         self.held, self.next_of = [], {}
         self.run.first_steps.append(first_step)
-        launch = f"launch-{len(self.run.first_steps)}"
-        create = wire.AttemptCreate(launch_id=launch, first_step=first_step)
-        self.store.streams.create_attempt(self.run.run_id, create, NOW)
+        launch(self.store, len(self.run.first_steps), first_step, run_id=self.run.run_id)
         self.streams = {}
 
     def begin_stream(self, rank):
         number = next(self.ids)
         made = NaiveStream(f"{self.run.run_id}-{number}", number, len(self.run.first_steps), rank, self.world[rank])
-        create = stream_create(
-            made.stream_id,
-            f"launch-{made.attempt}",
-            rank=rank,
-            world_size=len(self.world),
-            process_id=number,
-            layers=[layer(name, made.replica) for name in LAYERS],
-        )
-        self.store.streams.create_stream(self.run.run_id, create, NOW)
+        place = {"rank": rank, "world_size": len(self.world), "replica": made.replica, "process_id": number}
+        register(self.store, made.stream_id, self.run.run_id, launch_id=f"launch-{made.attempt}", **place)
         self.run.streams.append(made)
         return made
 
@@ -391,7 +372,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Each seq counts once; totals of steps that are frozen are refused, and nothing else is."""
         known = stream.reports
         record = self.store.streams.stream_record(stream.stream_id)
-        outcome = self.store.journal.append([ReportGroup(record, list(reports))], NOW)[0]
+        outcome = append(self.store, record, *reports)
         fresh = [place for place, made in enumerate(reports) if made.seq not in known]
         frozen = -1 if outcome.frozen_step is None else outcome.frozen_step
         late = [n for n in fresh if reports[n].statistics is not None and reports[n].step <= frozen]

@@ -7,7 +7,8 @@ import pwd
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,26 +62,29 @@ class Cluster:
     def start(self, *, until_ready: bool = True) -> None:
         """Start, and wait until it accepts connections, or, without `until_ready`, until it refuses them."""
         options = [part for setting in self.settings for part in ("-c", setting)]
-        command = [
-            *self.wrap,
-            str(self.programs / "postgres"),
-            "-D",
-            str(self.folder / "data"),
-            "-k",
-            str(self.folder),
-            *options,
-        ]
+        folder = str(self.folder)
+        command = [*self.wrap, str(self.programs / "postgres"), "-D", f"{folder}/data", "-k", folder, *options]
         process: subprocess.Popen[bytes] = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **self._identity()
         )
         self.process = process
-        ready = [str(self.programs / "pg_isready"), "-h", str(self.folder), "-t", "1", "-q"]
+        ready = [str(self.programs / "pg_isready"), "-h", folder, "-t", "1", "-q"]
 
         def answers() -> bool:
             assert process.poll() is None, "postgres ended at once"
             return subprocess.run(ready).returncode == (0 if until_ready else _REFUSES)
 
         until(answers, "the first answer of postgres")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Made, started, and stopped at the end."""
+        self.create()
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
 
     def promote(self) -> None:
         """Let a standby take connections, once it has read that it is one."""
@@ -111,19 +115,9 @@ class Cluster:
 
     def execute(self, statement: str, database: str = "postgres") -> str:
         """Run one statement with psql."""
-        command = [
-            str(self.programs / "psql"),
-            "-h",
-            str(self.folder),
-            "-U",
-            "postgres",
-            "-d",
-            database,
-            "-v",
-            "ON_ERROR_STOP=1",
-            "-qAtc",
-        ]
-        return subprocess.run([*command, statement], check=True, capture_output=True, text=True).stdout.strip()
+        given = ("-h", str(self.folder), "-U", "postgres", "-d", database, "-v", "ON_ERROR_STOP=1", "-qAtc")
+        command = [str(self.programs / "psql"), *given, statement]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     def _identity(self) -> dict[str, Any]:
         return {"user": self.user, "cwd": "/"} if os.geteuid() == 0 else {"cwd": "/"}

@@ -15,48 +15,48 @@ from collage_server.store.reading import points as reading
 from collage_server.store.sealing.seal_plan import SealLimits
 from sqlalchemy import func, select
 
-from collage_monitor import wire
 from collage_monitor.statistics import reduce_steps
 from tests.server.reads import layer_points, model_points, scalar_points
-from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create
-from tests.server.store.contract import LIMITS, NOW
+from tests.server.samples import LAYERS, STATISTICS, block, layer, report
 from tests.server.store.laws import killed_after
-from tests.server.store.ranks import Senders
-from tests.server.store.seen import ALL, plain, rows, seal_all, seen, unchanged
+from tests.server.store.seen import plain, seen, unchanged
+from tests.server.store.sending import append, fill, launch, ranks, register, send, with_more
+from tests.server.store.stores import ALL, LIMITS, NOW, rows, seal_all
 from tests.waiting import beside
 
 CHUNKS = (schema.point_chunk, schema.model_chunk, schema.layer_chunk, schema.scalar_chunk, schema.entry)
 
 
-def model_only(i):
-    """A report of the whole model, without layers."""
-    return msgspec.structs.replace(report(i, i + 1), layer_count=0, statistics=b"")
-
-
-class SealingContract(Senders):
+class SealingContract:
     """Subclasses give the fixtures `store` and `reopen`, with the contract's small limits."""
 
-    def test_nothing_is_sealed_before_a_chunk_is_full(self, store):
-        self.send(store, self.fill(store), range(1, 32))
-        assert seal_all(store) == 0
-        assert rows(store, schema.report) == 31
-
     def test_a_run_that_begins_at_step_0_is_sealed_to_an_empty_journal(self, store):
-        self.send(store, self.fill(store), range(64))
-        before = seen(store)
+        """Nothing before a chunk is full, and nothing of other runs."""
+        fill(store, "r0", "s00")
+        stream, other = fill(store), fill(store, "r2", "s2")
+        send(store, stream, range(31))
+        assert store.journal.runs() == ["r1"]
+        assert (seal_all(store), rows(store, schema.report)) == (0, 31)
+        send(store, stream, range(31, 64), first_seq=31)
+        send(store, other, range(1, 41))
+        before, of_other = seen(store), seen(store, "r2")
         assert seal_all(store) == 2
-        assert rows(store, schema.report) == 0
+        assert store.journal.runs() == ["r2"]
+        assert rows(store, schema.report) == 40
         unchanged(before, seen(store))
+        unchanged(of_other, seen(store, "r2"))
+        assert seal_all(store, "r2") == 1
+        unchanged(of_other, seen(store, "r2"))
 
     def test_sealed_reports_that_are_sent_again_change_nothing(self, store):
-        stream = self.fill(store)
+        stream = fill(store)
         firsts = range(0, 96, 32)
         for first in firsts:
-            self.send(store, stream, range(first, first + 32), first_seq=first)
+            send(store, stream, range(first, first + 32), first_seq=first)
             assert seal_all(store) == 1
         before = seen(store)
         for first in firsts:
-            again = self.send(store, stream, range(first, first + 32), first_seq=first)
+            again = send(store, stream, range(first, first + 32), first_seq=first)
             assert (again.accepted, again.duplicates) == (0, 32)
         assert seal_all(store) == 0
         unchanged(before, seen(store))
@@ -64,13 +64,16 @@ class SealingContract(Senders):
     def test_a_run_without_layers_has_whole_chunks_and_no_rows_of_layers(self, store, monkeypatch):
         """What is small waits for the whole chunk, which then is one commit, and one that empties the journal."""
         store.sealing.limits = SealLimits()
-        stream = self.fill(store)
+        stream = fill(store)
         sums = np.random.default_rng(1).lognormal(size=(512, len(STATISTICS)))
         sums[:, ::3] = 100.0
-        reports = [msgspec.structs.replace(model_only(i), model=values.tobytes()) for i, values in enumerate(sums)]
-        self.append(store, stream, *reports[:255])
+        reports = [
+            msgspec.structs.replace(report(i, i + 1), layer_count=0, statistics=b"", model=values.tobytes())
+            for i, values in enumerate(sums)
+        ]
+        append(store, stream, *reports[:255])
         assert seal_all(store) == 0, "not yet whole"
-        self.append(store, stream, *reports[255:])
+        append(store, stream, *reports[255:])
         commits = []
         writing = store.writing_claimed
 
@@ -92,21 +95,13 @@ class SealingContract(Senders):
         assert stored <= 8 * sums.size, "all levels and points, in what the totals of single steps would take"
 
     def test_labels_are_as_long_as_what_is_sealed_under_them_may_be(self, store):
-        self.fill(store)
+        fill(store)
         for length, refused in ((448, False), (449, True)):
             keys = [f"state_decrement_{kind}_sum/".ljust(length, "x") for kind in ("observed", "intended")]
-            create = stream_create(f"s{length}", statistics=[*STATISTICS, *keys])
             with pytest.raises(Unprocessable, match="448") if refused else nullcontext():
-                store.streams.create_stream("r1", create, NOW)
-        values = np.vstack([block(1), -np.ones((2, 3))])
-        sent = msgspec.structs.replace(
-            report(0, 1),
-            statistic_count=len(values),
-            statistics=wire.array_to_bytes(values),
-            model=wire.array_to_bytes(values.sum(axis=1)),
-        )
-        reports = [msgspec.structs.replace(sent, seq=i, step=i + 1) for i in range(32)]
-        self.append(store, store.streams.stream_record("s448"), *reports)
+                register(store, f"s{length}", statistics=[*STATISTICS, *keys])
+        reports = [with_more(report(i, i + 1), -1.0, -1.0) for i in range(32)]
+        append(store, store.streams.stream_record("s448"), *reports)
         assert seal_all(store) == 1
 
     def test_coarse_levels_are_made_of_some_layers_at_a_time(self, store, monkeypatch):
@@ -121,15 +116,13 @@ class SealingContract(Senders):
         seen, most = [], []
         for run_id, coarse_bytes in (("r1", LIMITS.coarse_bytes), ("r2", 1)):
             store.sealing.limits = dataclasses.replace(LIMITS, part_points=8, coarse_bytes=coarse_bytes)
-            stream = self.fill(store, run_id, f"{run_id}-s")
-            self.send(store, stream, range(1, 17))
+            stream = fill(store, run_id, f"{run_id}-s")
+            send(store, stream, range(1, 17))
             seal_all(store, run_id)
-            store.streams.create_stream(
-                run_id, stream_create(f"{run_id}-s", layers=[*map(layer, [*LAYERS, "head"])]), NOW
-            )
+            stream = register(store, f"{run_id}-s", run_id, layers=[*map(layer, [*LAYERS, "head"])])
             wide = [report(i, i + 1, values=block(i + 1, layers=4)) for i in range(16, 32)]
             held.clear()
-            self.append(store, store.streams.stream_record(f"{run_id}-s"), *wide)
+            append(store, stream, *wide)
             seal_all(store, run_id)
             most.append(max(values.shape[2] for values in held))
             coarse = Selection(points=1, extremes_of=("edq_ratio",))
@@ -140,7 +133,7 @@ class SealingContract(Senders):
         assert seen[0][0]["counts"] == [16, 16]
 
     def test_a_metric_without_kept_extremes_is_read_fine(self, store):
-        self.send(store, self.fill(store), range(1, 65))
+        send(store, fill(store), range(1, 65))
         seal_all(store)
         points = layer_points(store, "r1", STATISTICS, Selection(points=2, extremes_of=("edq_cosine",)))
         assert points.counts.tolist() == [1] * 64, "the model keeps its extremes, layers do not"
@@ -148,61 +141,52 @@ class SealingContract(Senders):
         assert points.counts.tolist() == [16] * 4
 
     def test_an_older_attempt_is_sealed_to_its_end(self, store):
-        self.send(store, self.fill(store), range(1, 6))
-        store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=6), NOW)
-        store.streams.create_stream("r1", stream_create("s1", launch_id="launch-2"), NOW)
-        self.send(store, store.streams.stream_record("s1"), range(6, 10))
+        send(store, fill(store), range(1, 6))
+        send(store, launch(store, 2, 6, "s1"), range(6, 10))
         before = seen(store)
         assert seal_all(store) == 1
         assert rows(store, schema.report) == 4
         unchanged(before, seen(store))
 
     def test_layers_and_statistics_added_during_the_run(self, store):
-        stream = self.fill(store)
-        self.send(store, stream, range(1, 41))
+        stream = fill(store)
+        send(store, stream, range(1, 41))
         seal_all(store)
-        more = stream_create(layers=[*map(layer, LAYERS), layer("head.weight")], statistics=[*STATISTICS, "stray"])
-        store.streams.create_stream("r1", more, NOW)
-        stream = store.streams.stream_record("s0")
-        wide = np.vstack([block(1, layers=4), np.full((1, 4), 7.0)])
-        later = [
-            msgspec.structs.replace(
-                report(39 + i, 39 + i, values=block(1, layers=4)),
-                seq=39 + i,
-                statistic_count=len(STATISTICS) + 1,
-                statistics=wire.array_to_bytes(wide),
-                model=wire.array_to_bytes(wide.sum(axis=1)),
-            )
-            for i in range(1, 30)
-        ]
-        self.append(store, stream, *later)
+        names = [*LAYERS, "head.weight"]
+        stream = register(store, "s0", layers=[*map(layer, names)], statistics=[*STATISTICS, "stray"])
+        later = (with_more(report(i, i, values=block(1, layers=4)), 7.0) for i in range(40, 69))
+        append(store, stream, *later)
         before = seen(store)
         assert seal_all(store) == 1
         unchanged(before, seen(store))
-        stray = layer_points(store, "r1", ["stray"], ALL).totals["stray"]
-        assert np.isnan(stray[:39]).all()
-        assert stray[-1].tolist() == [7.0] * 4
+        points = layer_points(store, "r1", ["stray", "lost"], ALL)
+        assert points.layers == names
+        assert np.isnan(points.totals["stray"][:39]).all()
+        assert points.totals["stray"][-1].tolist() == [7.0] * 4
+        assert str(points.totals["lost"][[0, -1]].tolist()) == "[[10.0, 20.0, 30.0, nan], [10.0, 20.0, 30.0, 40.0]]"
 
     def test_no_transaction_writes_more_blocks_than_a_slice_has(self, store):
         """Coarse levels, too: acknowledgements wait for none of them."""
-        self.send(store, self.fill(store), range(1, 65))
+        send(store, fill(store), range(1, 65))
+        tables = (schema.layer_chunk, schema.model_chunk)
+        counts = [select(func.count()).select_from(table) for table in tables]
         writing, written = store.writing, []
 
         @contextmanager
         def counted():
             with writing() as connection:
-                before = blocks(connection)
+                before = sum(connection.execute(count).scalar_one() for count in counts)
                 yield connection
-                written.append(blocks(connection) - before)
+                written.append(sum(connection.execute(count).scalar_one() for count in counts) - before)
 
         store.writing = counted
         assert seal_all(store) == 2
         assert max(written) == LIMITS.slice_rows
-        assert sum(written) == rows(store, schema.layer_chunk) + rows(store, schema.model_chunk)
+        assert sum(written) == sum(rows(store, table) for table in tables)
 
     def test_reports_arriving_while_a_part_is_built_are_kept(self, store):
-        stream = self.fill(store)
-        self.send(store, stream, range(1, 33))
+        stream = fill(store)
+        send(store, stream, range(1, 33))
         writing = store.writing
         sent: list[bool] = []
 
@@ -210,7 +194,7 @@ class SealingContract(Senders):
         def interleaved():
             if not sent:
                 sent.append(True)
-                self.append(store, stream, report(32, 20, measured=False, scalars={"extra": 1.0}), report(33, 33))
+                append(store, stream, report(32, 20, measured=False, scalars={"extra": 1.0}), report(33, 33))
             with writing() as connection:
                 yield connection
 
@@ -225,8 +209,8 @@ class SealingContract(Senders):
         assert rows(store, schema.report) == 2
 
     def test_a_run_deleted_while_it_is_sealed_leaves_no_chunks(self, store):
-        stream = self.fill(store)
-        self.send(store, stream, range(1, 41))
+        stream = fill(store)
+        send(store, stream, range(1, 41))
         writing, calls = store.writing, []
 
         @contextmanager
@@ -244,38 +228,23 @@ class SealingContract(Senders):
         store.writing = writing
         assert not any(rows(store, table) for table in CHUNKS)
 
-    def test_runs_with_a_journal_are_found(self, store):
-        self.fill(store)
-        assert store.journal.runs() == []
-        self.send(store, self.fill(store, "r2", "s2"), range(1, 3))
-        assert store.journal.runs() == ["r2"]
-
-    def test_two_runs_are_sealed_apart(self, store):
-        for name, stream in (("r1", "s1"), ("r2", "s2")):
-            self.append(store, self.fill(store, name, stream), *(report(i, i + 1) for i in range(40)))
-        before = seen(store, "r2")
-        seal_all(store, "r1")
-        unchanged(before, seen(store, "r2"))
-        seal_all(store, "r2")
-        unchanged(before, seen(store, "r2"))
-
     def test_concurrent_readers_see_the_same_throughout(self, store):
         """Readers in a thread of their own while parts are made: always all points, each once."""
-        self.send(store, self.fill(store), range(1, 65))
+        send(store, fill(store), range(1, 65))
         found = []
         with beside(lambda: found.append(model_points(store, "r1", ["lost"], ALL).steps.tolist())):
             seal_all(store)
         assert all(steps == list(range(1, 65)) for steps in found)
 
 
-class KilledContract(Senders):
+class KilledContract:
     """Sealing that ends after each transaction: by day on SQLite, by night wherever the store is."""
 
     def test_what_a_killed_server_has_sealed_leaves_the_journal(self, store):
         """Wherever it is killed, among the deletions of a sealed part's reports, too; what is not due stays."""
         for number in range(100):
             run_id = f"r{number}"
-            self.send(store, self.fill(store, run_id, f"s{number}"), range(40))
+            send(store, fill(store, run_id, f"s{number}"), range(40))
             sealed = sealed_until(store, 3 * number, run_id)
             seal_all(store, run_id)
             assert rows(store, schema.report) == 8 * (number + 1)
@@ -286,10 +255,10 @@ class KilledContract(Senders):
 
     def test_coarse_levels_made_anew_are_seen_whole_or_not_at_all(self, store):
         """A late rank changes a chunk; stopped after any transaction, every coarse answer has the same sums."""
-        first, second = self.ranks(store, 2)
-        self.send(store, first, range(1, 65))
+        first, second = ranks(store, 2)
+        send(store, first, range(1, 65))
         seal_all(store)
-        self.send(store, second, range(1, 65), 1)
+        send(store, second, range(1, 65), 1)
         for allowed in range(200):
             sealed = sealed_until(store, allowed)
             for points in (2, 64):
@@ -313,8 +282,3 @@ def sealed_until(store, allowed, run_id="r1"):
     with killed_after(store, allowed):
         sealed.append(store.sealing.seal(run_id, NOW))
     return sealed[0] if sealed else None
-
-
-def blocks(connection):
-    tables = (schema.layer_chunk, schema.model_chunk)
-    return sum(connection.execute(select(func.count()).select_from(table)).scalar() for table in tables)

@@ -63,14 +63,9 @@ class ObjectStore:
         }
         self._process: subprocess.Popen[bytes] | None = None
         identities = folder / "identities.json"
-        self._command = [
-            str(program),
-            "server",
-            f"-dir={folder}",
-            f"-s3.config={identities}",
-            *(f"-{name}={port}" for name, port in self.ports.items()),
-            *_OPTIONS,
-        ]
+        ports = (f"-{name}={port}" for name, port in self.ports.items())
+        places = (f"-dir={folder}", f"-s3.config={identities}")
+        self._command = [str(program), "server", *places, *ports, *_OPTIONS]
         credentials = [{"accessKey": _KEY, "secretKey": _SECRET}]
         identity = {"name": "tests", "credentials": credentials, "actions": ["Admin"]}
         identities.write_text(json.dumps({"identities": [identity]}))
@@ -78,13 +73,11 @@ class ObjectStore:
     def start(self) -> None:
         """Start it, and wait until it takes an object."""
         with (self.folder / "log").open("ab") as log:
-            self._process = process = subprocess.Popen(
-                self._command,
-                env={**os.environ, **_VOLUMES},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+            environment = {**os.environ, **_VOLUMES}
+            process = subprocess.Popen(
+                self._command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
+            self._process = process
 
         def answers() -> bool:
             assert process.poll() is None, (self.folder / "log").read_text()

@@ -6,12 +6,11 @@ import pytest
 from collage_server.errors import Conflict, Unprocessable
 from collage_server.store import RunQuery, Selection, schema
 from collage_server.summariser import Summariser
-from sqlalchemy import func, select
 
 from collage_monitor import wire
 from tests.server.reads import model_points, scalar_points
-from tests.server.samples import report, stream_create
-from tests.server.store.contract import NOW, StoreContract
+from tests.server.store.sending import append, fill, launch, register, send
+from tests.server.store.stores import NOW, rows, seal_all
 
 NAME = "evaluator/accuracy"
 STALE = 600.0
@@ -20,17 +19,7 @@ STALE = 600.0
 
 def trained(store, last_step=40):
     """A training up to a step, a report a step, at NOW."""
-    stream = StoreContract.fill(store)
-    StoreContract.append(store, stream, *(report(step - 1, step) for step in range(1, last_step + 1)))
-
-
-def resumed(store, first_step, last_step):
-    """The training goes on from a checkpoint."""
-    store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=first_step), NOW)
-    store.streams.create_stream("r1", stream_create("s1", "launch-2"), NOW)
-    steps = range(first_step, last_step + 1)
-    reports = [report(seq, step) for seq, step in enumerate(steps)]
-    StoreContract.append(store, store.streams.stream_record("s1"), *reports)
+    send(store, fill(store), range(1, last_step + 1))
 
 
 def launched(store, stream_id, role="evaluator", first_step=1):
@@ -48,19 +37,13 @@ def log(store, stream_id, *places, first_seq=0, now=NOW, name=NAME):
         wire.Report(seq=first_seq + i, step=step, time=now, scalars={name: value})
         for i, (step, value) in enumerate(places)
     ]
-    return StoreContract.append(store, store.streams.stream_record(stream_id), *reports, now=now)
+    return append(store, store.streams.stream_record(stream_id), *reports, now=now)
 
 
 def curve(store, name=NAME):
     """The points of a logged name, as (step, value) pairs."""
     points = scalar_points(store, "r1", [name], Selection())[name]
     return list(zip(points.steps.tolist(), points.values.tolist(), strict=True))
-
-
-def sealed(store, now):
-    """Seal all that is due by then."""
-    while store.sealing.seal("r1", now):
-        pass
 
 
 class SecondWritersContract:
@@ -72,7 +55,7 @@ class SecondWritersContract:
         log(store, "e0", (3, 0.1), (35, 0.5), (8, 0.2))
         assert curve(store) == [(3, 0.1), (8, 0.2), (35, 0.5)]
         assert [step for step, _ in curve(store, "loss")] == list(range(1, 41))
-        resumed(store, 20, 25)
+        send(store, launch(store, 2, 20, "s1"), range(20, 26))
         assert curve(store) == [(3, 0.1), (8, 0.2), (35, 0.5)]
         assert [step for step, _ in curve(store, "loss")] == list(range(1, 26))
         assert model_points(store, "r1", ["lost"], Selection()).steps.tolist() == list(range(1, 26))
@@ -87,11 +70,11 @@ class SecondWritersContract:
         launched(store, "e0")
         log(store, "e0", (3, 0.1), (8, 0.2), (35, 0.5))
         if seals:
-            sealed(store, NOW + STALE + 1)
+            seal_all(store, now=NOW + STALE + 1)
         assert launched(store, "e1", first_step=8).attempt == -2
         log(store, "e1", (8, 0.3), (12, 0.4))
         if seals:
-            sealed(store, NOW + STALE + 1)
+            seal_all(store, now=NOW + STALE + 1)
         assert curve(store) == [(3, 0.1), (8, 0.3), (12, 0.4), (35, 0.5)]
         assert store.runs.get("r1").scalars[NAME] == wire.LoggedScalar(step=35, value=0.5)
         log(store, "e1", (36, 0.6), first_seq=2)
@@ -113,34 +96,32 @@ class SecondWritersContract:
     def test_a_run_that_has_ended_stays_as_it_ended_and_takes_what_comes(self, store):
         trained(store)
         store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
-        sealed(store, NOW)
+        seal_all(store, now=NOW)
         before = store.runs.get("r1")
         later = NOW + 1e6
         launched(store, "e0", first_step=5)
         log(store, "e0", (5, 0.1), (6, 0.2), now=later)
-        sealed(store, later + 1)
+        seal_all(store, now=later + 1)
         assert store.journal.runs() == ["r1"]
         log(store, "e0", (7, 0.3), first_seq=2, now=later + 2)
         assert store.runs.revisions(["r1"])["r1"].reports == before.reports + 3
-        sealed(store, later + STALE + 3)
+        seal_all(store, now=later + STALE + 3)
         assert store.journal.runs() == []
         assert curve(store) == [(5, 0.1), (6, 0.2), (7, 0.3)]
         after = store.runs.get("r1")
         for name in ("state", "updated_at", "last_report_at", "last_step", "first_step", "first_time", "attempts"):
             assert getattr(after, name) == getattr(before, name), name
-        with store.reading() as connection:
-            parts = connection.execute(
-                select(func.count()).select_from(schema.scalar_chunk).where(schema.scalar_chunk.c.name == NAME)
-            ).scalar_one()
-        assert parts <= 1
+        assert rows(store, schema.scalar_chunk, schema.scalar_chunk.c.name == NAME) <= 1
 
     def test_it_is_no_sign_of_the_trainings_life(self, store):
         trained(store)
         launched(store, "e0", first_step=5)
         later = NOW + STALE + 1
         log(store, "e0", (5, 0.1), now=later)
+        due, record = store.summaries.due_points(10)["r1"], store.runs.get("r1")
+        assert (due.updated_at, due.reports) == (record.updated_at, record.reports)
         Summariser(store).keep_points()
-        record = store.runs.get("r1")
+        assert store.summaries.due_points(10) == {}, "what is derived of the run is up to date again"
         assert (record.updated_at, record.last_report_at) == (NOW, NOW)
         assert store.runs.revisions(["r1"])["r1"].updated_at == NOW
         found = {state: store.runs.page(RunQuery(state=state), later, STALE).runs for state in ("running", "stale")}
@@ -150,26 +131,12 @@ class SecondWritersContract:
             assert [run.run_id for run in snapshot.live_runs(None, NOW, None, 10).runs] == ["r1"]
             assert snapshot.live_runs(None, later, None, 10).runs == []
 
-    def test_what_is_derived_of_the_run_is_up_to_date_again(self, store):
-        trained(store)
-        launched(store, "e0", first_step=5)
-        log(store, "e0", (5, 0.1), now=NOW + 100)
-        due = store.summaries.due_points(10)["r1"]
-        record = store.runs.get("r1")
-        assert (due.updated_at, due.reports) == (record.updated_at, record.reports)
-        Summariser(store).keep_points()
-        assert store.summaries.due_points(10) == {}
-
-    def test_it_does_not_count_as_a_launch_that_never_forbids(self, store):
+    def test_it_cannot_measure_and_does_not_count_as_a_launch_that_never_forbids(self, store):
         store.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
         launched(store, "e0")
+        with pytest.raises(Unprocessable, match="only logs"):
+            register(store, "e1", launch_id="launch-of-e0")
         store.runs.create("p", wire.RunCreate(run_id="r1", resume="never"), NOW)
-        store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
+        launch(store, 1, 1)
         with pytest.raises(Conflict):
             store.runs.create("p", wire.RunCreate(run_id="r1", resume="never"), NOW)
-
-    def test_it_cannot_measure(self, store):
-        trained(store)
-        launched(store, "e0")
-        with pytest.raises(Unprocessable, match="only logs"):
-            store.streams.create_stream("r1", stream_create("e1", "launch-of-e0"), NOW)

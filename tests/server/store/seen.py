@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 from collage_server.store import Selection
-from sqlalchemy import func, select
 
 from tests.server.reads import latest_point, layer_points, model_points, scalar_points
 from tests.server.samples import LAYERS, STATISTICS
-from tests.server.store.contract import NOW
+from tests.server.store.stores import ALL
 
-__all__ = ["AFTER_SILENCE", "ALL", "arrays_of", "plain", "rows", "seal_all", "seen", "unchanged"]
-
-ALL = Selection()
+__all__ = ["ALL", "arrays_of", "plain", "seen", "unchanged"]
 
 
-def seen(store, run_id="r1", ranks=(None,)):
+def seen(store, run_id="r1"):
     """Everything that a reader can see of a run, as plain values."""
     found = {}
-    for rank in ranks:
-        for name, chosen in (
-            ("all", Selection(rank=rank)),
-            ("middle", Selection(rank=rank, first_step=7, last_step=50)),
-            ("one", Selection(rank=rank, first_step=20, last_step=20)),
-        ):
-            found[f"model {name} {rank}"] = plain(model_points(store, run_id, None, chosen))
-            scalars = scalar_points(store, run_id, None, chosen)
-            found[f"scalars {name} {rank}"] = {key: arrays(entry) for key, entry in scalars.items()}
-    for name, chosen in (("all", ALL), ("middle", Selection(first_step=7, last_step=50))):
-        found[f"layers {name}"] = plain(layer_points(store, run_id, STATISTICS, chosen))
-        found[f"layer {name}"] = plain(layer_points(store, run_id, STATISTICS, chosen, [LAYERS[1]]))
+    for name, first, last in (("all", None, None), ("middle", 7, 50), ("one", 20, 20)):
+        chosen = Selection(first_step=first, last_step=last)
+        found[f"model {name}"] = plain(model_points(store, run_id, None, chosen))
+        scalars = scalar_points(store, run_id, None, chosen)
+        found[f"scalars {name}"] = {key: arrays(entry) for key, entry in scalars.items()}
+        if name != "one":
+            found[f"layers {name}"] = plain(layer_points(store, run_id, STATISTICS, chosen))
+            found[f"layer {name}"] = plain(layer_points(store, run_id, STATISTICS, chosen, [LAYERS[1]]))
     latest = latest_point(store, run_id)
     found["latest"] = None if latest is None else (latest.step, latest.time, arrays_of(latest.model))
     found["streams"] = store.streams.of_run(run_id)
@@ -43,10 +36,8 @@ def unchanged(before, after):
     assert list(before) == list(after)
     for name, held in before.items():
         if isinstance(held, dict):
-            keys = {*held, *after[name]}
-            different = [
-                (key, held.get(key), after[name].get(key)) for key in keys if held.get(key) != after[name].get(key)
-            ]
+            pairs = {key: (held.get(key), after[name].get(key)) for key in {*held, *after[name]}}
+            different = [(key, *pair) for key, pair in pairs.items() if pair[0] != pair[1]]
             assert not different, (name, different[:3])
         else:
             assert after[name] == held, name
@@ -64,20 +55,3 @@ def arrays(entry):
 def arrays_of(totals):
     """By key, NaN comparable; keys that nobody reported at all are as good as absent."""
     return {key: repr(values.tolist()) for key, values in sorted(totals.items()) if not np.isnan(values).all()}
-
-
-def rows(store, table):
-    with store.engine.connect() as connection:
-        return connection.execute(select(func.count()).select_from(table)).scalar()
-
-
-AFTER_SILENCE = NOW + 601
-"""When a run that nobody reports to any more counts as over, whichever rank has not come to its end."""
-
-
-def seal_all(store, run_id="r1", now=NOW):
-    parts = 0
-    while made := store.sealing.seal(run_id, now):
-        parts += made
-        assert parts < 1000
-    return parts

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from collage_server.store import Selection, SqliteStore
+from collage_server.store import Selection
 from collage_server.store.archive import archive_reader, logged_values
 from collage_server.store.archive.archived_file import ArchivedFile
 from collage_server.store.archive.file_storage import Folder
@@ -28,6 +28,7 @@ from pyarrow.parquet import ParquetWriter
 from sqlalchemy import event
 
 from benchmarks.archive import filled, reports
+from tests.server.store.stores import archive_all, opened
 
 pytestmark = pytest.mark.slow
 
@@ -134,10 +135,7 @@ def test_layers_are_put_where_they_are_wanted(written, layers, rows):
 
 def test_only_a_run_with_files_is_looked_for_among_them(tmp_path):
     """Every question about layers took one more statement, wherever its layers stood."""
-    store = SqliteStore(
-        tmp_path / "collage.sqlite", stale_after_seconds=600.0, archive=Folder(tmp_path / "archive")
-    )
-    store.open()
+    store = opened(tmp_path / "collage.sqlite", limits=None, archive=Folder(tmp_path / "archive"))
     counted: list[str] = []
 
     def ask():
@@ -147,13 +145,12 @@ def test_only_a_run_with_files_is_looked_for_among_them(tmp_path):
         return len(counted), points.totals["lost"].tobytes()
 
     files, store.archiving = store.archiving, None
-    assert files is not None
     filled(store, "r", 3, reports(3, 300, seed=0))
     event.listen(store.engine, "before_cursor_execute", lambda _c, _u, statement, *_: counted.append(statement))
     without, answer = ask()
     assert not [statement for statement in counted if "FROM segment" in statement and "min(" not in statement]
-    while files.archive("r"):
-        pass
+    store.archiving = files
+    archive_all(store, "r")
     assert ask() == (without + 1, answer), "files and their footers; no rows of layers are left to be asked for"
     assert ask() == (without, answer), "footers are known by now"
     store.close()
@@ -163,8 +160,7 @@ def test_footers_in_memory_are_bounded_by_what_they_take(written, tmp_path, monk
     """One of 4,000 layers of 12 statistics takes 15 MiB: 512 of them were kept."""
     path, footer, _ = written
     monkeypatch.setattr(archive_reader, "_KEPT_BYTES", 4 * footer.memory_bytes)
-    store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
-    store.open()
+    store = opened(tmp_path / "collage.sqlite")
     data = read_footer(path)
     with store.writing() as connection:
         for chunk in range(20):
@@ -197,11 +193,6 @@ def test_logged_values_are_found_however_many_rows_a_group_had_when_they_were_wr
 
 
 def test_the_columns_of_logged_values_are_those_of_files_that_exist():
-    columns = [(field.name, str(field.type)) for field in logged_values._SCHEMA]
-    assert columns == [
-        ("stream", "string"),
-        ("name", "string"),
-        ("step", "int64"),
-        ("time", "double"),
-        ("value", "double"),
-    ]
+    columns = {field.name: str(field.type) for field in logged_values._SCHEMA}
+    assert [*columns] == ["stream", "name", "step", "time", "value"]
+    assert [*columns.values()] == ["string", "string", "int64", "double", "double"]

@@ -20,12 +20,19 @@ from collage_server.store.archive.file_storage import Bucket, Folder, archive_fi
 
 SIZE = 1000
 _KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret"}
+_KEYS |= {"AZURE_STORAGE_ACCOUNT_NAME": "me", "AZURE_STORAGE_ACCOUNT_KEY": "a2V5"}
 
 
 @pytest.fixture
 def archive(bucket, tmp_path):
     """A bucket whose cache holds three files."""
     return Bucket(bucket, tmp_path / "cache", 3 * SIZE)
+
+
+@pytest.fixture
+def other(archive, tmp_path):
+    """The same bucket as another server sees it, which has nothing in its cache."""
+    return Bucket(archive.address, tmp_path / "other", 3 * SIZE)
 
 
 def keep(archive, name, content=b"x" * SIZE):
@@ -41,11 +48,6 @@ def keep(archive, name, content=b"x" * SIZE):
 def read(archive, file):
     """What stands in a file."""
     return archive.read(file, lambda source: source.read())
-
-
-def another(archive, folder):
-    """The same bucket as another server sees it, which has nothing in its cache."""
-    return Bucket(archive.address, folder, 3 * SIZE)
 
 
 def cached(archive):
@@ -82,10 +84,9 @@ def test_what_was_not_read_for_longest_leaves_the_cache_first(archive):
 
 
 @pytest.mark.slow
-def test_a_file_that_is_sent_in_parts_comes_back_as_it_was(archive, tmp_path):
+def test_a_file_that_is_sent_in_parts_comes_back_as_it_was(archive, other):
     content = os.urandom(12 * 2**20 + 7)
-    path = keep(archive, "a", content)
-    assert read(another(archive, tmp_path / "other"), path) == content
+    assert read(other, keep(archive, "a", content)) == content
 
 
 @pytest.mark.slow
@@ -100,8 +101,8 @@ def test_a_file_that_is_being_read_can_leave_the_cache(archive):
 
 
 @pytest.mark.slow
-def test_threads_that_ask_for_one_file_fetch_it_once(archive, tmp_path, monkeypatch):
-    path, other = keep(archive, "a", b"a" * SIZE), another(archive, tmp_path / "other")
+def test_threads_that_ask_for_one_file_fetch_it_once(archive, other, monkeypatch):
+    path = keep(archive, "a", b"a" * SIZE)
     together = threading.Barrier(8)
 
     def ask(_):
@@ -150,12 +151,12 @@ def test_a_cached_copy_that_cannot_be_read_is_fetched_again(archive):
 
 
 @pytest.mark.slow
-def test_what_a_bucket_damaged_is_not_cached_and_comes_back_from_a_back_up(archive, tmp_path):
-    file, other = keep(archive, "a"), another(archive, tmp_path / "other")
+def test_what_a_bucket_damaged_is_not_cached_and_comes_back_from_a_back_up(archive, other, tmp_path):
+    file = keep(archive, "a")
     for damage in (b"y" * SIZE, b"x" * (SIZE - 1), None):
-        obstore.delete(other._bucket, file.path) if damage is None else obstore.put(
-            other._bucket, file.path, damage
-        )
+        obstore.delete(other._bucket, file.path)
+        if damage is not None:
+            obstore.put(other._bucket, file.path, damage)
         with pytest.raises(DamagedFile):
             read(other, file)
         assert not cached(other)
@@ -183,12 +184,12 @@ def test_a_missing_file_says_what_to_do(kind, tmp_path, request):
 
 
 @pytest.mark.slow
-def test_a_bucket_that_does_not_answer_is_left_alone_for_a_while(archive, object_store, monkeypatch, tmp_path):
+def test_a_bucket_that_does_not_answer_is_left_alone_for_a_while(archive, object_store, monkeypatch, request):
     """Whoever waits for it holds a reader's place: a few may, and the others are told at once."""
     path = keep(archive, "a")
     monkeypatch.setattr(file_storage, "_CLIENT", {**file_storage._CLIENT, "read_timeout": "1s"})
     monkeypatch.setattr(file_storage, "_PAUSE_SECONDS", 3600.0)
-    other = another(archive, tmp_path / "other")
+    other = request.getfixturevalue("other")
     object_store.signal(signal.SIGSTOP)
     try:
         with counted(monkeypatch) as fetched:
@@ -205,7 +206,10 @@ def test_a_bucket_that_does_not_answer_is_left_alone_for_a_while(archive, object
 
 
 @pytest.mark.slow
-def test_a_bucket_that_refuses_is_told_in_the_log(bucket, tmp_path, monkeypatch, caplog):
+def test_a_bucket_that_refuses_or_is_not_there_is_told_in_the_log(bucket, tmp_path, monkeypatch, caplog):
+    with pytest.raises(Busy, match="the archive s3://no-such-bucket cannot be used"):
+        list(Bucket("s3://no-such-bucket", tmp_path, SIZE).stored())
+    assert "NoSuchBucket" in caplog.text, "no missing file"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     archive = Bucket(bucket, tmp_path, SIZE)
     file = ArchivedFile("a.parquet", SIZE, b"")
@@ -215,14 +219,6 @@ def test_a_bucket_that_refuses_is_told_in_the_log(bucket, tmp_path, monkeypatch,
         with pytest.raises(Busy, match="cannot be used now"):
             ask()
         assert "SignatureDoesNotMatch" in caplog.text
-
-
-@pytest.mark.slow
-def test_a_bucket_that_is_not_there_is_no_missing_file(object_store, tmp_path, bucket, caplog):
-    archive = Bucket("s3://no-such-bucket", tmp_path, SIZE)
-    with pytest.raises(Busy, match="the archive s3://no-such-bucket cannot be used"):
-        list(archive.stored())
-    assert "NoSuchBucket" in caplog.text
 
 
 @pytest.mark.slow
@@ -263,17 +259,14 @@ def test_what_a_folder_keeps_is_on_the_disk_before_anybody_is_told(tmp_path, mon
         seen = steps(monkeypatch)
         archive.put(made, "run/1/1/a.parquet")
     run = tmp_path / "archive" / "run"
-    assert seen == [
-        ("sync", made),
-        ("rename", run / "1/1/a.parquet"),
-        *(("sync", folder) for folder in (run / "1/1", run / "1", run, tmp_path / "archive")),
-    ]
+    folders = (run / "1/1", run / "1", run, tmp_path / "archive")
+    assert seen == [("sync", made), ("rename", run / "1/1/a.parquet"), *(("sync", folder) for folder in folders)]
 
 
 @pytest.mark.slow
-def test_what_is_cached_was_on_the_disk_before_it_had_its_name(archive, tmp_path, monkeypatch):
+def test_what_is_cached_was_on_the_disk_before_it_had_its_name(archive, other, monkeypatch):
     """A power cut would else leave a file of zeros, which would be read for ever."""
-    path, other = keep(archive, "a"), another(archive, tmp_path / "other")
+    path = keep(archive, "a")
     seen = steps(monkeypatch)
     read(other, path)
     assert [what for what, _ in seen] == ["sync", "rename"]
@@ -323,48 +316,24 @@ def listener(monkeypatch):
 @pytest.mark.parametrize(
     ("url", "settings", "path", "signed"),
     [
-        (
-            "s3://b/folder",
-            {"AWS_ENDPOINT_URL": "*", "AWS_REGION": "eu-1", **_KEYS},
-            "/b/folder/object",
-            "Credential=me/ /eu-1/s3",
-        ),
-        (
-            "s3://b",
-            {"AWS_ENDPOINT": "*", "AWS_DEFAULT_REGION": "eu-2", **_KEYS},
-            "/b/object",
-            "Credential=me/ /eu-2/s3",
-        ),
-        (
-            "s3://b",
-            {"AWS_ENDPOINT_URL_S3": "*", **_KEYS},
-            "/b/object",
-            "Credential=me/",
-        ),
-        (
-            "az://c",
-            {
-                "AZURE_STORAGE_ENDPOINT": "*",
-                "AZURE_STORAGE_ACCOUNT_NAME": "me",
-                "AZURE_STORAGE_ACCOUNT_KEY": "a2V5",
-            },
-            "/c/object",
-            "SharedKey me:",
-        ),
-        ("gs://b", {"GOOGLE_BASE_URL": "*", "GOOGLE_SKIP_SIGNATURE": "true"}, "/b/object", ""),
+        ("s3://b/folder", {"AWS_ENDPOINT_URL": "*", "AWS_REGION": "eu-1"}, "/b/folder", "Credential=me/ /eu-1/s3"),
+        ("s3://b", {"AWS_ENDPOINT": "*", "AWS_DEFAULT_REGION": "eu-2"}, "/b", "Credential=me/ /eu-2/s3"),
+        ("s3://b", {"AWS_ENDPOINT_URL_S3": "*"}, "/b", "Credential=me/"),
+        ("az://c", {"AZURE_STORAGE_ENDPOINT": "*"}, "/c", "SharedKey me:"),
+        ("gs://b", {"GOOGLE_BASE_URL": "*", "GOOGLE_SKIP_SIGNATURE": "true"}, "/b", ""),
     ],
 )
 def test_who_may_use_a_bucket_comes_from_the_environment(
     listener, tmp_path, monkeypatch, url, settings, path, signed
 ):
     address, asked = listener
-    for name, value in settings.items():
+    for name, value in (_KEYS | settings).items():
         monkeypatch.setenv(name, address if value == "*" else value)
     archive = archive_files(url, tmp_path, SIZE)
     assert isinstance(archive, Bucket)
     with pytest.raises(Busy, match="cannot be used now"):
         read(archive, ArchivedFile("object", SIZE, b""))
-    assert asked[0][0] == path
+    assert asked[0][0] == f"{path}/object"
     assert all(part in asked[0][1] for part in signed.split())
     assert list(tmp_path.rglob("object")) == [], "half of a file is none"
 

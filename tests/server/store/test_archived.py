@@ -1,31 +1,33 @@
-"""The store's contract where all that is sealed becomes archived files at once, and what archiving alone does.
+"""The store's contract where all that is sealed becomes archived files: by day in few ways, by night in all.
 
-What hardly seals or is read of files in a bucket by day (`test_archived_elsewhere`) is left to the night.
+By day SQLite with a folder, as if runs were over, and of PostgreSQL with a bucket the classes that read and take
+late parts.
 """
 
 from __future__ import annotations
 
+from contextlib import closing
+from itertools import count, product
 from typing import Any
 
 import pytest
-from collage_server.store import SqliteStore
-from collage_server.store.archive.file_storage import Folder
+from collage_server.store.archive.file_storage import Bucket, Folder
 from collage_server.store.sealing import archive_plan, archiving
 
 from tests.server.migrated import put_migrated
-from tests.server.store.contract import LIMITS, StoreContract, reopening
+from tests.server.store.contract import StoreContract
 from tests.server.store.laws import LawsContract
 from tests.server.store.life import LifeContract
-from tests.server.store.parts import PartsContract
-from tests.server.store.ranks import RanksContract
+from tests.server.store.ranks import PartsContract, RanksContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealed import SealedContract
 from tests.server.store.sealing import KilledContract, SealingContract
 from tests.server.store.second_writers import SecondWritersContract
+from tests.server.store.stores import opened, reopening
 
 pytestmark = pytest.mark.slow
 
-_nightly = pytest.mark.nightly
+WAYS = [*product(("sqlite", "postgresql"), ("folder", "bucket"), ("in groups", "at once"))]
 
 
 class ArchivingSealing:
@@ -54,32 +56,43 @@ class ArchivingSealing:
         return parts
 
 
-def opened(path):
-    """A store of which `seal` archives, too."""
-    store = SqliteStore(path, stale_after_seconds=600.0, limits=LIMITS, archive=Folder(path.parent / "archive"))
-    store.open()
-    vars(store)["sealing"] = ArchivingSealing(store)
-    return store
-
-
-def archive_at_once(monkeypatch):
-    """Whatever is sealed becomes a file, as if the run were over."""
-    monkeypatch.setattr(archiving, "is_over", lambda *_: True)
-
-
-@pytest.fixture(params=[pytest.param("in groups", marks=_nightly), "at once"])
-def store(tmp_path, request, monkeypatch):
+@pytest.fixture
+def open_again(request, tmp_path, monkeypatch):
+    """Opens the same store, as often as it is called; "at once" what is sealed becomes files as when runs end."""
+    backend, place, due = request.param
     monkeypatch.setattr(archive_plan, "_CHUNKS", {1: 2, 16: 2})
-    if request.param == "at once":
-        archive_at_once(monkeypatch)
-    store = opened(put_migrated(tmp_path))
-    yield store
-    store.close()
+    if due == "at once":
+        monkeypatch.setattr(archiving, "is_over", lambda *_: True)
+    database = request.getfixturevalue("database") if backend == "postgresql" else put_migrated(tmp_path)
+    bucket = request.getfixturevalue("bucket") if place == "bucket" else None
+    caches = count()
+
+    def open_store():
+        # Another server has a cache of its own.
+        cache = tmp_path / f"cache-{next(caches)}"
+        store = opened(database, archive=Bucket(bucket, cache, 2**20) if bucket else Folder(tmp_path / "archive"))
+        store.sealing = ArchivingSealing(store)
+        return store
+
+    return open_store
 
 
 @pytest.fixture
-def reopen(store):
-    yield from reopening(store, lambda: opened(store.path))
+def store(open_again):
+    with closing(open_again()) as store:
+        yield store
+
+
+@pytest.fixture
+def reopen(store, open_again):
+    yield from reopening(store, open_again)
+
+
+def stored(*by_day, ways=WAYS):
+    """The tests of a class in each of these ways, at night where they are not named."""
+    marks = {way: () if way in by_day else pytest.mark.nightly for way in ways}
+    given = [pytest.param(way, marks=marks[way], id=" ".join(way)) for way in ways]
+    return pytest.mark.parametrize("open_again", given, indirect=True)
 
 
 class FromFiles:
@@ -91,24 +104,24 @@ class FromFiles:
     test_a_deleted_run_is_invisible_at_once_and_its_rows_go_in_slices: Any = None
 
 
+@stored(("sqlite", "folder", "at once"))
 class TestArchived(FromFiles, SealingContract, LifeContract):
     """Sealing, retention and deletion."""
 
 
-@_nightly
+@stored(("postgresql", "bucket", "in groups"))
+class TestArchivedElsewhere(FromFiles, PartsContract, SealedContract):
+    """Reports of a step in several parts, and what stands in chunks."""
+
+
+@stored()
 class TestArchivedRest(
-    FromFiles,
-    StoreContract,
-    KilledContract,
-    PartsContract,
-    RanksContract,
-    ReplicasContract,
-    SealedContract,
-    SecondWritersContract,
+    FromFiles, StoreContract, KilledContract, RanksContract, ReplicasContract, SecondWritersContract
 ):
-    """What stands in chunks, what hardly seals, and ranks merged."""
+    """What hardly seals, and ranks merged."""
 
 
+@stored(("sqlite", "folder", "at once"), ways=WAYS[:2])
 class TestArchivedLaws(LawsContract):
     """The store's life, with files."""
 

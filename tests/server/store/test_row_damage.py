@@ -7,14 +7,13 @@ import sqlite3
 import struct
 from collections import defaultdict
 from contextlib import closing
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.runtime.migration import MigrationContext
 from collage_server.errors import Damaged
-from collage_server.store import Selection, SqliteStore, schema, server_tables
+from collage_server.store import Selection, schema, server_tables
 from collage_server.store.row_crc import checks_of
 from collage_server.store.sealing.seal_plan import SealLimits
 from sqlalchemy import BigInteger, Boolean, ColumnDefault, Double, Integer, LargeBinary
@@ -22,15 +21,11 @@ from sqlalchemy import BigInteger, Boolean, ColumnDefault, Double, Integer, Larg
 from collage_monitor import wire
 from tests.server.migrated import put_migrated
 from tests.server.reads import latest_point, layer_points, model_points, scalar_points
-from tests.server.samples import LAYERS, STATISTICS, block, report, stream_create
-from tests.server.store.contract import NOW, StoreContract
-from tests.server.store.seen import AFTER_SILENCE, ALL, arrays, plain, seal_all
-
-
-def has_default(table):
-    """What makes the checks of a new row, if something does."""
-    return table.c.checks.default if "checks" in table.c else None
-
+from tests.server.samples import LAYERS, STATISTICS, block, layer, report
+from tests.server.store.seen import arrays, plain
+from tests.server.store.sending import append, launch, register
+from tests.server.store.stores import AFTER_SILENCE, ALL, NOW, opened, seal_all
+from tests.server.store.test_archive_damage import bits_of
 
 KEYS = [*STATISTICS[:2], STATISTICS[9]]
 NUMBERS = (schema.report, schema.point_chunk, schema.model_chunk, schema.layer_chunk, schema.scalar_chunk)
@@ -43,7 +38,7 @@ OF_SERVER = tuple(
 OF_RUNS = tuple(
     table
     for table in schema.metadata.sorted_tables
-    if isinstance(has_default(table), ColumnDefault) and table not in OF_SERVER
+    if "checks" in table.c and isinstance(table.c.checks.default, ColumnDefault) and table not in OF_SERVER
 )
 SAMPLE = 2
 """Flips of each column by day; there are 17,000 in all."""
@@ -71,49 +66,51 @@ def small_report(seq, step, rank=0):
 
 def small_store(folder):
     """A run of two ranks, in chunks of every level and with reports that are not sealed; rank 1 misses some."""
-    store = SqliteStore(
-        put_migrated(folder), stale_after_seconds=600.0, limits=SealLimits(points=4, part_points=2, part_bytes=1)
-    )
-    store.open()
+    store = opened(put_migrated(folder), SealLimits(points=4, part_points=2, part_bytes=1))
     store.points.limit_cache(0)
     told = wire.RunCreate(run_id="r1", name="first", config={"lr": 0.25}, tags=["a", "b"], notes="said", seed=3)
     store.runs.create("p", told, NOW)
-    store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
+    launch(store, 1, 1)
     for rank in range(2):
-        layers = stream_create().layers[:2]
-        declared = stream_create(f"s{rank}", rank=rank, world_size=2, layers=layers, statistics=KEYS)
-        store.streams.create_stream("r1", declared, NOW)
+        layers = [layer(name) for name in LAYERS[:2]]
+        stream = register(store, f"s{rank}", rank=rank, world_size=2, layers=layers, statistics=KEYS)
         sent = [small_report(seq, seq + 1, rank) for seq in range(5) if not rank or seq % 2]
-        StoreContract.append(store, store.streams.stream_record(f"s{rank}"), *sent)
+        append(store, stream, *sent)
     seal_all(store, now=AFTER_SILENCE)
-    StoreContract.append(store, store.streams.stream_record("s0"), small_report(5, 6), small_report(6, 7))
+    append(store, store.streams.stream_record("s0"), small_report(5, 6), small_report(6, 7))
     return store
 
 
 @pytest.fixture
 def store(tmp_path):
-    store = small_store(tmp_path)
-    yield store
-    store.close()
+    with closing(small_store(tmp_path)) as store:
+        yield store
 
 
 def questions(store):
     """Each question with its answer, or the error."""
-    asked = {
-        "layers": lambda: plain(layer_points(store, "r1", KEYS, ALL)),
-        "slice": lambda: plain(layer_points(store, "r1", KEYS, ALL, [LAYERS[1]])),
-        "coarse layers": lambda: plain(layer_points(store, "r1", KEYS, Selection(points=1))),
-        "model": lambda: plain(model_points(store, "r1", None, ALL)),
-        "rank": lambda: plain(model_points(store, "r1", None, Selection(rank=1))),
-        "coarse model": lambda: plain(model_points(store, "r1", None, Selection(points=1))),
-        "logged": lambda: {name: arrays(entry) for name, entry in scalar_points(store, "r1", None, ALL).items()},
-        "latest": lambda: plain_latest(latest_point(store, "r1")),
-        "run": lambda: store.runs.get("r1"),
-        "streams": lambda: store.streams.of_run("r1"),
-        "layer names": lambda: store.streams.layers("r1"),
-        "events": lambda: store.events.read("r1", 0, 100),
-    }
-    found = {}
+    coarse, rank = Selection(points=1), Selection(rank=1)
+    return answers_of(
+        {
+            "layers": lambda: plain(layer_points(store, "r1", KEYS, ALL)),
+            "slice": lambda: plain(layer_points(store, "r1", KEYS, ALL, [LAYERS[1]])),
+            "coarse layers": lambda: plain(layer_points(store, "r1", KEYS, coarse)),
+            "model": lambda: plain(model_points(store, "r1", None, ALL)),
+            "rank": lambda: plain(model_points(store, "r1", None, rank)),
+            "coarse model": lambda: plain(model_points(store, "r1", None, coarse)),
+            "logged": lambda: {name: arrays(held) for name, held in scalar_points(store, "r1", None, ALL).items()},
+            "latest": lambda: plain_latest(latest_point(store, "r1")),
+            "run": lambda: store.runs.get("r1"),
+            "streams": lambda: store.streams.of_run("r1"),
+            "layer names": lambda: store.streams.layers("r1"),
+            "events": lambda: store.events.read("r1", 0, 100),
+        }
+    )
+
+
+def answers_of(asked):
+    """Each question's answer, or the error."""
+    found: dict[str, Any] = {}
     for name, ask in asked.items():
         try:
             found[name] = ask()
@@ -140,12 +137,7 @@ def flips(value, kind):
         width = 64 if isinstance(kind, BigInteger) else 32
         return [turned(value, place, width) for place in range(width)]
     data = value.encode() if isinstance(value, str) else value
-    found = []
-    for place in range(8 * len(data)):
-        damaged = bytearray(data)
-        damaged[place // 8] ^= 1 << place % 8
-        found.append(bytes(damaged))
-    return found
+    return list(bits_of(data, range(8 * len(data))))
 
 
 def turned(number, place, width):
@@ -157,15 +149,17 @@ def turned(number, place, width):
 def cells(connection):
     """(table, column, rowid, value, a flipped one) of every bit of what lies in the tables, but of keys."""
     for table in (*NUMBERS, *OF_RUNS):
-        for column in (entry for entry in table.c if not entry.primary_key and entry.name not in left_out(table)):
-            rows = connection.execute(f'SELECT rowid, "{column.name}" FROM {table.name} ORDER BY rowid').fetchall()
-            for row, value in rows:
-                for damaged in [] if value is None else flips(value, column.type):
-                    yield table.name, column, row, value, damaged
+        for column in (entry for entry in table.c if entry.name not in IN_AN_INDEX.get(table, ())):
+            yield from cells_of(connection, table, column)
 
 
-def left_out(table):
-    return IN_AN_INDEX.get(table, ())
+def cells_of(connection, table, column):
+    if column.primary_key:
+        return
+    rows = connection.execute(f'SELECT rowid, "{column.name}" FROM {table.name} ORDER BY rowid').fetchall()
+    for row, value in rows:
+        for damaged in [] if value is None else flips(value, column.type):
+            yield table.name, column, row, value, damaged
 
 
 def some(every):
@@ -183,6 +177,18 @@ def put(connection, table, column, row, value):
         connection.execute(f'UPDATE {table} SET "{column.name}" = {cast} WHERE rowid = ?', (value, row))
 
 
+def differing(before, after):
+    """Questions whose answers differ without an error."""
+    told = {name: answer for name, answer in after.items() if not isinstance(answer, Exception)}
+    return [name for name, answer in told.items() if answer != before[name]]
+
+
+def damage(store, statement):
+    """Change the file by SQL; how many rows that changed."""
+    with closing(sqlite3.connect(store.path)) as connection, connection:
+        return connection.execute(statement).rowcount
+
+
 def silent(store, chosen):
     """Flips after which some answer is neither right nor refused; and how many were refused."""
     before, wrong, refused = questions(store), [], 0
@@ -197,9 +203,7 @@ def silent(store, chosen):
             after = questions(store)
             put(connection, table, column, row, value)
             refused += any(isinstance(answer, Exception) for answer in after.values())
-            told = {name: answer for name, answer in after.items() if not isinstance(answer, Exception)}
-            different = [name for name, answer in told.items() if answer != before[name]]
-            if different:
+            if different := differing(before, after):
                 wrong.append((table, column.name, row, value, damaged, different))
     assert questions(store) == before
     return wrong, refused
@@ -222,8 +226,7 @@ def test_what_a_row_s_checks_are_made_of_never_changes():
 
 
 def test_a_damaged_row_is_named_and_the_rest_of_the_run_answers(store):
-    with closing(sqlite3.connect(store.path)) as connection, connection:
-        connection.execute("UPDATE layer_chunk SET data = zeroblob(length(data)) WHERE level = 1 AND chunk = 0")
+    damage(store, "UPDATE layer_chunk SET data = zeroblob(length(data)) WHERE level = 1 AND chunk = 0")
     told = "run r1: part 0 of chunk 0 at level 1, steps 1 to 4, is damaged in the database, .* or restore a back-up"
     with pytest.raises(Damaged, match=told):
         layer_points(store, "r1", KEYS, ALL)
@@ -232,35 +235,9 @@ def test_a_damaged_row_is_named_and_the_rest_of_the_run_answers(store):
 
 
 def test_a_damaged_report_is_not_sealed(store):
-    with closing(sqlite3.connect(store.path)) as connection, connection:
-        connection.execute("UPDATE report SET scalars = replace(scalars, '0.1', '0.2') WHERE seq = 6")
+    damage(store, "UPDATE report SET scalars = replace(scalars, '0.1', '0.2') WHERE seq = 6")
     with pytest.raises(Damaged, match="run r1: report 6 of stream s0, step 7, is damaged"):
         seal_all(store, now=AFTER_SILENCE)
-
-
-def test_rows_of_servers_without_checksums_are_read(store):
-    """Such a database gets the columns at the first start; its rows stay as they are."""
-    before = questions(store)
-    store.close()
-    with closing(sqlite3.connect(store.path)) as connection, connection:
-        for table in (*NUMBERS, *OF_RUNS, *OF_SERVER):
-            connection.execute(f"ALTER TABLE {table.name} DROP COLUMN checks")
-        connection.execute("ALTER TABLE report DROP COLUMN step_check")
-        for index in ("segment_by_check", "segment_with_problem"):
-            connection.execute(f"DROP INDEX {index}")
-        for column in ("digest", "checks", "checked_at", "problem"):
-            connection.execute(f"ALTER TABLE segment DROP COLUMN {column}")
-        connection.execute("DROP TABLE numbered_export")
-        for column in ("kept_until", "kept"):
-            connection.execute(f"ALTER TABLE deleted_run DROP COLUMN {column}")
-        connection.execute("UPDATE alembic_version SET version_num = 'r0011'")
-    store.open()
-    assert questions(store) == before
-    with store.engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), schema.metadata) == []
-    StoreContract.append(store, store.streams.stream_record("s0"), small_report(7, 8))
-    assert seal_all(store, now=AFTER_SILENCE)
-    assert questions(store)["layers"]["steps"] == list(range(1, 9))
 
 
 @pytest.mark.slow

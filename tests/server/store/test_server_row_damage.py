@@ -7,14 +7,13 @@ import logging
 import random
 import sqlite3
 from contextlib import closing, contextmanager
-from typing import Any
+from dataclasses import replace
 
 import msgspec
 import pytest
 from collage_server.auth.principals import digest_of
 from collage_server.errors import Damaged, NotFound, ServerError
-from collage_server.store import IncidentQuery, LogOut, SqliteStore, TableQuery, row_checks, schema, server_tables
-from collage_server.store.records import NewIncident
+from collage_server.store import IncidentQuery, LogOut, TableQuery, row_checks, schema, server_tables
 from collage_server.store.row_checks import require_row
 from collage_server.store.sealing.replica_comparison import Mismatch, keep_mismatches
 from collage_server.summariser import MADE_BY, newest_points
@@ -22,12 +21,20 @@ from sqlalchemy import literal_column, select
 
 from collage_monitor import wire
 from tests.server.reads import evaluate_due
-from tests.server.store.contract import NOW
-from tests.server.store.test_database_check import places, sweep
-from tests.server.store.test_row_damage import OF_SERVER, SAMPLE, flips, put, small_store
+from tests.server.store.incidents import LOW, silence
+from tests.server.store.stores import NOW
+from tests.server.store.test_database_check import FLIPS, flip_in_index, opened, places, sweep
+from tests.server.store.test_row_damage import (
+    OF_SERVER,
+    SAMPLE,
+    answers_of,
+    cells_of,
+    damage,
+    differing,
+    put,
+    small_store,
+)
 
-FLIPS = 25
-"""Of the file by day."""
 NIGHTLY_FLIPS = 400
 WITHOUT_CHECKS = {
     "lease": "written anew every few seconds; whoever holds another archive's id refuses to serve",
@@ -58,19 +65,12 @@ def served_store(folder):
     store.access.note_uses({"t0": NOW + 1.0})
     labels = {"run_id": "r1", "project": "p"}
     for number, alert in enumerate(("CollageEdqLow", "CollageRunSilent")):
-        of_run: dict[str, Any] = {"labels": labels, "run_id": "r1", "project": "p", "value": 0.5, "step": 3}
-        said: dict[str, Any] = {
-            "severity": "warning",
-            "source": "server",
-            "text": "said",
-            "started_at": NOW + number,
-        }
-        assert store.incidents.fire(NewIncident(alert=alert, **of_run, **said), NOW + number)
+        new = replace(LOW, alert=alert, labels=labels, started_at=NOW + number)
+        assert store.incidents.fire(new, NOW + number)
     assert store.incidents.resolve("CollageRunSilent", labels, "server", NOW + 5.0)
-    made: dict[str, Any] = {"made_by": "t0", "made_at": NOW}
-    covered: dict[str, Any] = {"alert": "Other", "project": None, "run_id": None}
-    store.incidents.silence(wire.Silence(silence_id="s1", comment="", ends_at=NOW + 99.0, **covered, **made))
-    store.table.save_view(wire.SavedView(project="p", name="mine", search="q=a", **made))
+    store.incidents.silence(silence("s1", NOW + 99.0, alert="Other"))
+    view = wire.SavedView(project="p", name="mine", search="q=a", made_by="t0", made_at=NOW)
+    store.table.save_view(view)
     with store.writing() as connection:
         keep_mismatches(connection, "r1", [Mismatch(1, 2, 0, (1,))], NOW)
     assert evaluate_due(store) == ["r1"]
@@ -79,9 +79,8 @@ def served_store(folder):
 
 @pytest.fixture
 def store(tmp_path):
-    store = served_store(tmp_path)
-    yield store
-    store.close()
+    with contextlib.closing(served_store(tmp_path)) as store:
+        yield store
 
 
 @contextmanager
@@ -99,14 +98,9 @@ def told_in_the_log():
         logger.removeHandler(handler)
 
 
-def newest(store):
-    with store.points.snapshot() as snapshot:
-        return newest_points(snapshot, snapshot.records(["r1"]))
-
-
-def live(store):
-    with store.points.snapshot() as snapshot:
-        return snapshot.live_runs(None, NOW, None, 10).runs
+def of_snapshot(store, ask):
+    with store.points.snapshot() as now:
+        return ask(now)
 
 
 def questions(store):
@@ -122,16 +116,13 @@ def questions(store):
         "views": lambda: store.table.views(None),
         "overview": lambda: store.summaries.overview("r1", MADE_BY),
         "table": lambda: store.table.page(TableQuery(), NOW, 600.0).rows,
-        "newest": lambda: newest(store),
-        "live": lambda: live(store),
+        "newest": lambda: of_snapshot(store, lambda now: newest_points(now, now.records(["r1"]))),
+        "live": lambda: of_snapshot(store, lambda now: now.live_runs(None, NOW, None, 10).runs),
     }
     found = {}
     for name, ask in asked.items():
         with told_in_the_log() as told:
-            try:
-                found[name] = ask()
-            except Exception as error:
-                found[name] = error
+            found |= answers_of({name: ask})
         if told:
             found[name] = Damaged(told[0])
     return found
@@ -160,38 +151,28 @@ def test_no_damaged_row_gives_another_answer(store, table):
     before, generator, refused = questions(store), random.Random(2), 0
     assert not any(isinstance(answer, Exception) for answer in before.values()), before
     with closing(sqlite3.connect(store.path)) as connection:
-        for column in (column for column in table.c if not column.primary_key):
-            rows = connection.execute(f'SELECT rowid, "{column.name}" FROM {table.name} ORDER BY rowid').fetchall()
-            every = [
-                (row, value, bad) for row, value in rows if value is not None for bad in flips(value, column.type)
-            ]
-            for row, value, bad in generator.sample(every, min(SAMPLE, len(every))):
+        for column in table.c:
+            every = list(cells_of(connection, table, column))
+            for name, _, row, value, bad in generator.sample(every, min(SAMPLE, len(every))):
                 try:
-                    put(connection, table.name, column, row, bad)
+                    put(connection, name, column, row, bad)
                 except sqlite3.IntegrityError:
                     continue  # NaN, which SQLite keeps as null.
                 after = questions(store)
-                told = [name for name, answer in after.items() if isinstance(answer, Exception)]
-                different = [name for name in after if name not in told and after[name] != before[name]]
+                different = differing(before, after)
                 found = is_found_by_the_check(store, table, row)
                 assert found or not different, (column.name, value, bad, different)
-                refused += bool(told)
-                put(connection, table.name, column, row, value)
+                refused += any(isinstance(answer, Exception) for answer in after.values())
+                put(connection, name, column, row, value)
     assert questions(store) == before
     assert refused >= SAMPLE or table is schema.replica_mismatch, "its rows are counted, none is shown"
 
 
 def test_rows_that_their_index_does_not_lead_to_are_told(store):
     """Entries of a damaged index are out of order, so that nothing is found by them."""
-    with closing(sqlite3.connect(store.path)) as connection, connection:
-        [(root,)] = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'sqlite_autoindex_token_1'")
-        connection.execute("UPDATE token SET role = 'admin' WHERE token_id = 't0'")
-        size = connection.execute("PRAGMA page_size").fetchone()[0]
+    damage(store, "UPDATE token SET role = 'admin' WHERE token_id = 't0'")
     store.close()
-    content = bytearray(store.path.read_bytes())
-    page = slice((root - 1) * size, root * size)
-    content[page] = content[page].replace(b"t0", b"u0")
-    store.path.write_bytes(content)
+    flip_in_index(store.path, "sqlite_autoindex_token_1", b"t0", 0, 0)
     store.open()
     with told_in_the_log() as told:
         assert store.access.tokens() == []
@@ -201,8 +182,7 @@ def test_rows_that_their_index_does_not_lead_to_are_told(store):
 
 
 def test_a_damaged_token_opens_nothing_and_all_others_do(store):
-    with closing(sqlite3.connect(store.path)) as connection, connection:
-        connection.execute("UPDATE token SET role = 'admin' WHERE token_id = 't0'")
+    damage(store, "UPDATE token SET role = 'admin' WHERE token_id = 't0'")
     with told_in_the_log() as told:
         assert list(store.access.unrevoked_tokens()) == [digest_of("secret 1")]
         assert [token.token_id for token in store.access.tokens()] == ["t1"]
@@ -218,8 +198,7 @@ def test_a_damaged_token_opens_nothing_and_all_others_do(store):
 
 def test_a_damaged_session_that_its_provider_ends_is_gone(store):
     """Healed from a back-up, it would open the server again."""
-    with closing(sqlite3.connect(store.path)) as connection, connection:
-        connection.execute("UPDATE token SET role = 'admin' WHERE token_id = 't1'")
+    damage(store, "UPDATE token SET role = 'admin' WHERE token_id = 't1'")
     log_out = LogOut(b"0" * 32, NOW + 9.0, "ada", None)
     assert store.access.end_sessions(log_out, NOW + 1.0, lambda token_id: entry(7)) == ["t1"]
     with closing(sqlite3.connect(store.path)) as connection:
@@ -227,19 +206,16 @@ def test_a_damaged_session_that_its_provider_ends_is_gone(store):
 
 
 def test_a_damaged_entry_of_the_audit_log_is_named_in_its_page(store):
-    with closing(sqlite3.connect(store.path)) as connection, connection:
-        connection.execute("UPDATE act SET subject = 't9' WHERE act_id = 'act-0'")
+    damage(store, "UPDATE act SET subject = 't9' WHERE act_id = 'act-0'")
     page = store.access.audit_log(None, 10)
     assert [act.act_id for act in page.acts] == ["act-1"]
-    assert page.damaged == [
-        "the row of `act` with act_id 'act-0' is damaged in the database, its checksum differs: restore a back-up"
-    ]
+    [told] = page.damaged
+    assert told.startswith("the row of `act` with act_id 'act-0' is damaged in the database")
 
 
 def test_what_is_said_of_a_run_is_made_again(store):
     before = questions(store)
-    with closing(sqlite3.connect(store.path)) as connection, connection:
-        connection.execute("UPDATE run_summary SET findings = '[]', edq_ratio = 2")
+    damage(store, "UPDATE run_summary SET findings = '[]', edq_ratio = 2")
     assert isinstance(questions(store)["live"], Damaged)
     checked = store.check_database()
     assert (checked.healed, checked.damaged) == (1, ())
@@ -297,8 +273,7 @@ def test_a_file_without_these_checks_is_taken_over(closed, tmp_path):
         for column in ("kept_until", "kept"):
             connection.execute(f"ALTER TABLE deleted_run DROP COLUMN {column}")
         connection.execute("UPDATE alembic_version SET version_num = 'r0013'")
-    store = SqliteStore(path, stale_after_seconds=600.0)
-    store.open()
+    store = opened(tmp_path)
     assert [token.token_id for token in store.access.tokens()] == ["t0", "t1"]
     assert store.incidents.resolve("CollageEdqLow", {"run_id": "r1"}, "server", NOW)
     assert store.check_database().damaged == ()

@@ -1,14 +1,19 @@
-"""Two server processes on one PostgreSQL: reports of one run to both, one killed, nothing lost or doubled."""
+"""Two servers on one PostgreSQL: reports of one run to both, one killed, nothing lost, doubled or skipped."""
 
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 
 import pytest
+from collage_server.settings import FixedLimits, Settings
 from collage_server.store import PostgresqlStore
 
 from collage_monitor import wire
+from tests.server.conftest import Clock, running
 from tests.server.samples import report
+from tests.server.store.stores import LIMITS
+from tests.server.test_following import Follower
 from tests.server.test_process import prepare, send, serving
 from tests.waiting import until
 
@@ -77,7 +82,66 @@ def test_serve_refuses_a_database_that_is_not_migrated(tmp_path, empty_database)
         serving(tmp_path, "--no-auth", "--database", empty_database),
     ):
         pytest.fail("it listens")
-    store = PostgresqlStore(empty_database, stale_after_seconds=600.0)
-    store.migrate()
+    PostgresqlStore(empty_database, stale_after_seconds=600.0).migrate()
     with serving(tmp_path, "--no-auth", "--database", empty_database) as (_, client, _):
         assert client.get("/readyz").status_code == 200
+
+
+STEPS = 80
+
+
+def report_in_turn(servers, rank):
+    """A rank's reports in order, each to the other server than the last."""
+    for seq in range(STEPS):
+        servers[(seq + rank) % 2].reports([report(seq, seq + 1, rank=rank)], f"s{rank}")
+
+
+def seal(servers, done):
+    while not done.wait(0.01):
+        for server in servers:
+            server.app.state.collage.store.sealing.seal("r1", server.clock.now)
+
+
+def event_numbers(server, cursor):
+    page = server.get(f"/runs/r1/events?cursor={cursor}", wire.EventPage)
+    return [event.event for event in page.events], page.cursor
+
+
+def test_a_follower_that_asks_two_servers_in_turn_misses_nothing(database, tmp_path):
+    """While reports come in on both and both seal."""
+    with ExitStack() as stack:
+        servers = []
+        for name in "ab":
+            settings = Settings(folder=tmp_path / name, database=database, no_auth=True)
+            limits = FixedLimits(seal_interval_seconds=60.0)
+            servers.append(stack.enter_context(running(settings, Clock(), limits=limits)))
+            servers[-1].app.state.collage.store.sealing.limits = LIMITS
+        servers[0].run()
+        servers[0].attempt()
+        for rank in range(2):
+            servers[rank].stream(stream_id=f"s{rank}", rank=rank, world_size=2)
+        done = threading.Event()
+        threads = [threading.Thread(target=report_in_turn, args=(servers, rank)) for rank in range(2)]
+        sealer = threading.Thread(target=seal, args=(servers, done))
+        followers = [Follower(servers[0], {"metric": name}) for name in ("edq_ratio", "loss")]
+        events: list[int] = []
+        cursor, looks = 0, 0
+        for thread in (*threads, sealer):
+            thread.start()
+        while any(thread.is_alive() for thread in threads) or looks % 2:
+            for follower in followers:
+                follower.server = servers[looks % 2]
+                follower.look()
+            more, cursor = event_numbers(servers[looks % 2], cursor)
+            events += more
+            looks += 1
+        done.set()
+        sealer.join()
+        for follower in followers:
+            follower.look()
+            whole = servers[1].series(**follower.question, points=10_000)
+            assert follower.steps == whole.steps == list(range(1, STEPS + 1))
+            assert follower.values == whole.values
+        events += event_numbers(servers[0], cursor)[0]
+        assert events == list(range(1, len(events) + 1))
+        assert looks > 3

@@ -1,4 +1,4 @@
-"""SQLite under the contract, and what only SQLite has."""
+"""SQLite under the contract, and what only SQLite has: its log, its file, and the space that it gives back."""
 
 from __future__ import annotations
 
@@ -7,46 +7,60 @@ import shutil
 import sqlite3
 import threading
 import typing
-from contextlib import closing
 
 import pytest
 from collage_server.errors import StoreUnusable
-from collage_server.store import GroupQuery, SqliteStore, TableQuery
+from collage_server.store import GroupQuery, TableQuery
 from collage_server.store.chunks.blobs import BLOBS_OPENED
 from collage_server.store.engine.database_files import network_file_system
+from collage_server.store.sealing.slice_deletion import _Pace
 from sqlalchemy import event, text
 from sqlalchemy.exc import ProgrammingError
 
 from collage_monitor import wire
 from tests.server.migrated import put_migrated
-from tests.server.samples import report
-from tests.server.store.contract import LIMITS, NOW, StoreContract, reopening
+from tests.server.store.access_contract import AccessContract
+from tests.server.store.contract import StoreContract
 from tests.server.store.events import EventsContract
 from tests.server.store.incidents import IncidentsContract
 from tests.server.store.laws import LawsContract
-from tests.server.store.parts import PartsContract
-from tests.server.store.ranks import RanksContract
+from tests.server.store.life import NEVER, LifeContract, filled
+from tests.server.store.ranks import PartsContract, RanksContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealed import SealedContract
 from tests.server.store.sealing import KilledContract, SealingContract
-
-
-def opened(path):
-    store = SqliteStore(path, stale_after_seconds=600.0, limits=LIMITS)
-    store.open()
-    return store
+from tests.server.store.second_writers import SecondWritersContract
+from tests.server.store.sending import fill, send
+from tests.server.store.stores import NOW, opened, reopening
 
 
 @pytest.fixture
 def store(tmp_path):
-    store = opened(put_migrated(tmp_path))
-    yield store
-    store.close()
+    with contextlib.closing(opened(put_migrated(tmp_path))) as store:
+        yield store
 
 
 @pytest.fixture
 def reopen(store):
     yield from reopening(store, lambda: opened(store.path))
+
+
+class TestSqlite(StoreContract, AccessContract, EventsContract, IncidentsContract, ReplicasContract):
+    """The contract on SQLite."""
+
+
+@pytest.mark.slow
+class TestSqliteSealing(SealingContract, KilledContract, SealedContract, PartsContract, RanksContract):
+    """Sealing and sealed runs on SQLite."""
+
+
+@pytest.mark.slow
+class TestSqliteLife(LifeContract, SecondWritersContract):
+    """Retention and deletion on SQLite, and who logs beside the training."""
+
+
+class TestSqliteLaws(LawsContract):
+    """The store's life on SQLite."""
 
 
 def test_a_connection_that_opened_many_blobs_is_replaced(store):
@@ -98,28 +112,6 @@ def test_rows_that_nobody_reads_to_their_end_do_not_keep_their_snapshot(store):
             next(unread)
 
 
-class TestSqlite(StoreContract, EventsContract, IncidentsContract, ReplicasContract):
-    """The contract on SQLite."""
-
-
-@pytest.mark.slow
-class TestSqliteSealing(SealingContract, KilledContract, SealedContract, PartsContract, RanksContract):
-    """Sealing and sealed runs on SQLite."""
-
-
-class TestSqliteLaws(LawsContract):
-    """The store's life on SQLite."""
-
-
-def test_page_settings_are_in_force(store):
-    with closing(sqlite3.connect(store.path)) as connection:
-        found = {
-            name: connection.execute(f"PRAGMA {name}").fetchone()[0]
-            for name in ("page_size", "auto_vacuum", "journal_mode")
-        }
-    assert found == {"page_size": 16384, "auto_vacuum": 2, "journal_mode": "wal"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen",
@@ -135,7 +127,7 @@ def test_page_settings_are_in_force(store):
 def test_runs_are_ordered_and_grouped_without_a_look_at_their_wide_rows(store, chosen):
     """Whatever is asked: else SQLite reads each run's sentences, too, where it looks for a number."""
     for place in range(3):
-        StoreContract.fill(store, f"r{place}", f"s{place}")
+        fill(store, f"r{place}", f"s{place}")
     asked = []
 
     def note(_connection, _cursor, statement, parameters, _context, _many):
@@ -159,37 +151,38 @@ def test_runs_are_ordered_and_grouped_without_a_look_at_their_wide_rows(store, c
 
 
 def test_every_connection_commits_durably_and_writes_nothing_over_what_it_deletes(store):
+    asked = {"page_size": 16384, "auto_vacuum": 2, "journal_mode": "wal"}
+    asked |= {"synchronous": 2, "foreign_keys": 1, "secure_delete": 0}
     with store.engine.connect() as first, store.engine.connect() as second:
         for connection in (first, second):
-            assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
-            assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar() == 1
-            assert connection.exec_driver_sql("PRAGMA secure_delete").scalar() == 0
+            assert {name: connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in asked} == asked
+
+
+def log_of(store):
+    return store.path.with_name(store.path.name + "-wal")
+
+
+def write(store, megabytes):
+    with store.writing() as connection:
+        connection.exec_driver_sql("CREATE TABLE IF NOT EXISTS filler (data BLOB)")
+        connection.exec_driver_sql(f"INSERT INTO filler VALUES (zeroblob({megabytes * 2**20}))")
 
 
 @pytest.mark.slow
 def test_the_log_gives_back_what_it_took_beside_a_long_reader(store):
-    log = store.path.with_name(store.path.name + "-wal")
-
-    def write(megabytes):
-        with store.writing() as connection:
-            connection.exec_driver_sql(f"INSERT INTO filler VALUES (zeroblob({megabytes * 2**20}))")
-
-    with store.writing() as connection:
-        connection.exec_driver_sql("CREATE TABLE filler (data BLOB)")
     with store.reading() as reader:
-        reader.exec_driver_sql("SELECT count(*) FROM filler")
+        reader.exec_driver_sql("SELECT count(*) FROM run")
         for _ in range(10):
-            write(8)
-        assert log.stat().st_size > 80 * 2**20
+            write(store, 8)
+        assert log_of(store).stat().st_size > 80 * 2**20
     for _ in range(3):
-        write(1)
-    assert log.stat().st_size <= 16 * 2**20
+        write(store, 1)
+    assert log_of(store).stat().st_size <= 16 * 2**20
 
 
 @pytest.mark.slow
 def test_readers_without_a_pause_do_not_make_the_log_grow_for_good(store):
     """One begins before the other ends: without help the log would never begin anew."""
-    log = store.path.with_name(store.path.name + "-wal")
     done = threading.Event()
 
     def read():
@@ -202,16 +195,13 @@ def test_readers_without_a_pause_do_not_make_the_log_grow_for_good(store):
             done.wait(0.02)
         held.close()
 
-    with store.writing() as connection:
-        connection.exec_driver_sql("CREATE TABLE filler (data BLOB)")
     reader = threading.Thread(target=read)
     reader.start()
     try:
         for _ in range(20):
-            with store.writing() as connection:
-                connection.exec_driver_sql("INSERT INTO filler VALUES (zeroblob(8388608))")
+            write(store, 8)
             store.checkpoint_log()
-        assert log.stat().st_size < 100 * 2**20
+        assert log_of(store).stat().st_size < 100 * 2**20
     finally:
         done.set()
         reader.join()
@@ -228,7 +218,7 @@ def test_a_file_that_is_no_database_is_refused_with_a_sentence(tmp_path):
 @pytest.mark.parametrize("lost", ["the file", "the log"])
 def test_no_empty_database_takes_the_place_of_one_that_is_gone(tmp_path, lost):
     first = opened(tmp_path / "here" / "collage.db")
-    StoreContract.fill(first)
+    fill(first)
     # As a kill leaves it: a young database stands in its log alone.
     shutil.copytree(tmp_path / "here", tmp_path / "killed")
     first.close()
@@ -256,8 +246,8 @@ def test_no_empty_database_takes_the_place_of_one_that_is_gone(tmp_path, lost):
 @pytest.mark.slow
 def test_of_two_servers_on_one_file_one_seals_at_a_time(store):
     other = opened(store.path)
-    stream = StoreContract.fill(store)
-    StoreContract.append(store, stream, *(report(i, i + 1) for i in range(40)))
+    stream = fill(store)
+    send(store, stream, range(1, 41))
     with store._claim("r1") as mine:
         assert mine
         assert not other.sealing.seal("r1", NOW)
@@ -304,11 +294,68 @@ def test_a_network_file_system_is_refused_until_one_accepts_the_risk(mounts):
     with pytest.raises(StoreUnusable, match=rf"{path} lies on a network file system \(nfs4\).*--dir.*--database"):
         opened(path)
     assert not path.exists()
-    store = SqliteStore(path, stale_after_seconds=600.0, unsafe=True)
-    store.open()
+    opened(path, unsafe=True).close()
+
+
+def test_without_a_table_of_mounts_nothing_is_refused(mounts):
+    (mounts / "mounts").unlink()
+    assert network_file_system(mounts) is None
+
+
+def file_bytes(store):
+    with store.writing():
+        pass
+    store.check()
+    return store.path.stat().st_size
+
+
+def emptied(store):
+    slices = 0
+    while store.release_space():
+        slices += 1
+    return slices
+
+
+@pytest.mark.slow
+def test_deletion_gives_the_space_back_to_the_disk(tmp_path):
+    store = opened(tmp_path / "collage.sqlite")
+    empty = store.sizes().used_bytes
+    for number in range(4):
+        filled(store, 8 * 32, f"r{number}")
     store.close()
+    store.open()
+    full, used = file_bytes(store), store.sizes().used_bytes
+    for number in range(3):
+        store.runs.delete(f"r{number}", NOW)
+    left = store.sizes().used_bytes
+    assert left - empty < 0.35 * (used - empty)
+    assert file_bytes(store) == full
+    emptied(store)
+    store.close()
+    assert store.path.stat().st_size <= left < full
+    assert not store.path.with_name("collage.sqlite-wal").exists()
 
 
-def test_without_a_table_of_mounts_nothing_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("collage_server.store.engine.database_files._MOUNTS", tmp_path / "none")
-    assert network_file_system(tmp_path) is None
+@pytest.mark.slow
+def test_retention_gives_the_space_back_in_slices(store, monkeypatch):
+    monkeypatch.setattr("collage_server.store.engine.database_files._PAGES_A_SLICE", 2)
+    filled(store, 16 * 32)
+    full = store.sizes().used_bytes
+    assert store.retention.expire("r1", NEVER) == 30
+    assert emptied(store) > 3
+    assert not store.release_space()
+    assert store.sizes().used_bytes < full
+
+
+def test_a_deletion_takes_fewer_rows_where_they_are_slow():
+    pace = _Pace()
+    first = pace.rows
+    for _ in range(20):
+        pace.took(pace.rows, 1.0)
+    assert pace.rows == 1
+    for _ in range(20):
+        pace.took(0, 0.0)
+    assert pace.rows == 1, "the last of a table says nothing"
+    for _ in range(20):
+        pace.took(pace.rows, 0.001)
+    assert pace.rows > first
