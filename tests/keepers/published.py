@@ -3,8 +3,6 @@
 Unlike `tests.keepers.replicas` these have no branch that would let a clone of them step other numbers.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.optim.optimizer import Optimizer
 

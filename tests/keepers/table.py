@@ -44,14 +44,10 @@ def cases() -> Iterator[Case]:
     """Every way under every condition that can break it."""
     for way in ways():
         for dtype in way.dtypes:
-            for condition in CONDITIONS:
-                if condition == "dropped" and way.completes is None:
-                    continue
-                if condition in ("sign", "frozen") and condition not in way.faults:
-                    continue
-                if condition == "stuck" and (dtype not in way.stuck or way.weights is not None):
-                    continue
-                yield Case(way, condition, dtype)
+            conditions = ["healthy", *way.faults]
+            conditions += ["dropped"] * (way.completes is not None)
+            conditions += ["stuck"] * (dtype in way.stuck and way.weights is None)
+            yield from (Case(way, condition, dtype) for condition in CONDITIONS if condition in conditions)
 
 
 def judged(case: Case) -> Any:
@@ -139,11 +135,9 @@ def rows(words: Mapping[Case, str]) -> list[str]:
 
 
 def _cell(words: Mapping[str, str]) -> str:
-    if not words:
-        return "—"
-    if len(set(words.values())) == 1:
-        return next(iter(words.values()))
-    return "; ".join(f"{dtype} {word}" for dtype, word in words.items())
+    if len(set(words.values())) > 1:
+        return "; ".join(f"{dtype} {word}" for dtype, word in words.items())
+    return next(iter(words.values()), "—")
 
 
 def all_words() -> dict[Case, str]:

@@ -1,7 +1,5 @@
 """Steps as published code takes them: 16 bits only, equal shapes at once, nested states; u is known and right."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

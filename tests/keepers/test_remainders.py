@@ -167,11 +167,11 @@ def test_the_decoupled_gradient_is_read_where_the_optimizer_steps_it(options, wi
     coupled = replicas.Rounded(plain.parameters(), lr=1e-5)
     handle = watch(model, optimizer, every=1, **options)
     expected = watch(plain, coupled, every=1, **options)
-    train_decoupled(model, optimizer, 12)
-    train(plain, coupled, 12)
+    train_decoupled(model, optimizer, 16)
+    train(plain, coupled, 16)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
     found, wanted = handle.summary(), expected.summary()
-    assert found["step"] == wanted["step"] == 12
+    assert found["step"] == wanted["step"] == 16
     told = ["edq_ratio", "grad_norm", "lost_update_ratio"]
     if "oracle" in options:
         told += ["edq_oracle_ratio", "edq_window_ratio/4"]

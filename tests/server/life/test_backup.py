@@ -1,11 +1,9 @@
 """Back-up while serving, restore elsewhere, drills: what is in it, and what becomes of reports in between."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
-import threading
 from contextlib import ExitStack, closing
+from itertools import count
 
 import pytest
 from click.testing import CliRunner
@@ -14,11 +12,17 @@ from collage_server.errors import StoreUnusable
 from collage_server.export.drill import drill
 from collage_server.settings import Settings
 from collage_server.store.backup import back_up, restore
+from collage_server.store.sealing import archive_plan
 
 from collage_monitor import wire
 from tests.server.conftest import Clock, running
 from tests.server.samples import report
-from tests.server.store.stores import opened, seal_all
+from tests.server.store.stores import LIMITS, archive_all, finish, opened, paths, seal_all
+from tests.waiting import beside, until
+
+CURVE, MAP = "/series?metric=edq_ratio&points=1000", "/heatmap?metric=edq_ratio"
+OTHERS = ("", "/streams", "/layers", "/latest", "/series?metric=loss", "/worst?metric=edq_ratio&k=2")
+QUESTIONS = (*OTHERS, CURVE, f"{CURVE}&layer=blocks.0.weight", MAP, f"{MAP}&from=50&to=70")
 
 
 @pytest.fixture
@@ -27,7 +31,7 @@ def restored(tmp_path):
     with ExitStack() as stack:
 
         def serve(file):
-            restore(file, tmp_path / "other" / "collage.sqlite")
+            restore(file, tmp_path / "other" / "collage.sqlite", archive=tmp_path / "other" / "archive")
             return stack.enter_context(running(Settings(folder=tmp_path / "other", no_auth=True), Clock()))
 
         yield serve
@@ -56,11 +60,44 @@ def test_a_restored_server_answers_what_the_old_one_did(server, copy, restored):
     seal_all(server.app.state.collage.store, now=server.clock() + 1000.0)
     server.reports([report(1000, 301)])
     again = restored(copy())
-    for question in ("series?metric=edq_ratio", "series?metric=loss", "heatmap?metric=edq_ratio", "export", ""):
-        path = f"/api/v1/runs/r1/{question}".rstrip("/")
-        answers = [one.client.get(path).text.splitlines() for one in (again, server)]
+    for question in (*QUESTIONS, "/export"):
+        answers = [one.client.get(f"/api/v1/runs/r1{question}").text.splitlines() for one in (again, server)]
         # What an export has more is the event that tells of the restore.
         answers[0] = [line for line in answers[0] if '"restored"' not in line]
+        assert answers[0] == answers[1], question
+
+
+@pytest.mark.slow
+def test_what_is_archived_meanwhile_is_backed_up_whole_once_and_answers_elsewhere(
+    server, settings, tmp_path, restored, monkeypatch
+):
+    monkeypatch.setattr(archive_plan, "_CHUNKS", {1: 2, 16: 2})
+    store, copies, numbers = server.app.state.collage.store, tmp_path / "copies", count(0, 32)
+    store.sealing.limits = LIMITS
+    copies.mkdir()
+    server.filled(steps=range(1, 201))
+    finish(store)
+    archive_all(store)
+    server.filled("r2", "s2", steps=[])
+
+    def report_on():
+        first = next(numbers)
+        server.reports([report(first + i, first + i + 1) for i in range(32)], "s2")
+        seal_all(store, "r2")
+        archive_all(store, "r2")
+
+    def back_up_to(name):
+        return back_up(settings.folder / "collage.sqlite", copies / name, archive=settings.folder / "archive")
+
+    with beside(report_on):
+        first = back_up_to("one")
+        until(lambda: len(paths(store)) > first.archived_files, "more files")
+        second = back_up_to("two")
+    assert first.copied_files == first.archived_files > 0
+    assert second.copied_files == second.archived_files - first.archived_files > 0
+    again = restored(copies / "two")
+    for question in QUESTIONS:
+        answers = [one.client.get(f"/api/v1/runs/r1{question}").text for one in (again, server)]
         assert answers[0] == answers[1], question
 
 
@@ -84,28 +121,22 @@ def test_the_loss_window_is_what_came_after(server, copy, restored):
 @pytest.mark.slow
 def test_all_acknowledged_before_is_in_it_and_nothing_in_half(server, copy, restored):
     server.filled(steps=range(1, 3))
-    sent, stop = [2], threading.Event()
+    sent = [2]
 
     def send():
-        while not stop.is_set() and sent[0] < 400:
-            first = sent[0]
-            server.reports([report(first + i, first + i + 1) for i in range(3)])
-            sent[0] = first + 3
+        first = sent[0]
+        server.reports([report(first + i, first + i + 1) for i in range(3)])
+        sent[0] = first + 3
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
+    with beside(send):
         before = sent[0]
         made = copy()
         after = sent[0] + 3
-    finally:
-        stop.set()
-        thread.join()
     again = restored(made)
     count = seqs(again)
     assert before <= count <= after
     assert (count - 2) % 3 == 0
-    assert again.series("loss", points=1000).steps == list(range(1, count + 1))
+    assert again.series("loss", points=10_000).steps == list(range(1, count + 1))
 
 
 def test_a_back_up_keeps_what_is_set_before_the_first_table(server, copy):
@@ -159,6 +190,7 @@ def told(verb, *arguments):
     return CliRunner().invoke(backup_verb, [verb, *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_the_verbs(server, settings, tmp_path, monkeypatch):
     server.filled()
     copy = tmp_path / "copy"
@@ -191,6 +223,7 @@ def test_a_drill_restores_aside_compares_and_leaves_nothing(server, settings, tm
     assert not list(copies.glob("drill-*"))
 
 
+@pytest.mark.slow
 def test_a_drill_names_a_copy_that_differs_or_cannot_be_read_and_counts_what_came_since(server, copy, tmp_path):
     server.filled(steps=range(1, 21))
     restore(copy(), tmp_path / "aside" / "collage.sqlite")
@@ -207,5 +240,5 @@ def test_a_drill_names_a_copy_that_differs_or_cannot_be_read_and_counts_what_cam
             assert found.startswith(problem)
         server.reports([report(100, 21), report(101, 22)])
         server.run("r2")
-        found = drill(own, aside, 10)
-        assert (found.lost_reports, found.lost_in_runs, found.lost_runs, found.compared) == (2, 1, 1, 0)
+        told = drill(own, aside, 10)
+        assert (told.lost_reports, told.lost_in_runs, told.lost_runs, told.compared) == (2, 1, 1, 0)

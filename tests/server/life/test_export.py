@@ -1,7 +1,5 @@
 """Export: every number that was stored, ranks merged, in each format; streamed a batch of steps at a time."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -83,9 +81,6 @@ def test_json_lines_hold_what_was_sent(filled, monkeypatch, batch_numbers):
     events = [line["event"] for line in lines if line["kind"] == "event"]
     assert [(event["kind"], event["step"]) for event in events] == [("attempt", 1)]
     assert lines[-1] == {"kind": "end", "steps": 6}
-
-
-def test_without_layers_only_the_model_is_there(filled):
     lines = lines_of(filled, "?layers=false")
     assert {line["kind"] for line in lines} == {"run", "step", "event", "end"}
     assert all("layers" not in line for line in lines)
@@ -106,6 +101,7 @@ def test_sealed_and_unsealed_steps_stand_in_one_export(server, clock):
 
 @pytest.mark.slow
 def test_csv_has_a_row_a_step_and_layer_with_finished_metrics(filled):
+    """And tells absent from not a number, and a logged name from a metric."""
     rows = table_of(filled)
     assert len(rows) == 5 * (1 + len(LAYERS)) + 1
     assert exported(filled, "?format=csv").headers["collage-lines"] == str(len(rows) + 1)
@@ -119,10 +115,6 @@ def test_csv_has_a_row_a_step_and_layer_with_finished_metrics(filled):
     for name, values in zip(heatmap.layers, heatmap.values, strict=True):
         assert [float(row["edq_ratio"]) for row in rows if row["layer"] == name] == values
     assert float(rows[1]["lost"]) == block(10)[STATISTICS.index("lost"), 0]
-
-
-def test_csv_tells_absent_from_not_a_number_and_a_logged_name_from_a_metric(filled):
-    rows = table_of(filled)
     assert (rows[-1]["step"], rows[-1]["loss"], rows[-1]["logged/edq_ratio"]) == ("55", "NaN", "Infinity")
     assert (rows[-1]["edq_ratio"], rows[-1]["tokens"], rows[-1]["ranks"]) == ("", "", "0")
     assert {row["loss"] for row in rows if row["layer"]} == {""}
@@ -150,6 +142,7 @@ def test_single_ranks_where_they_are_asked_for(server, clock, monkeypatch, seale
     table = parquet_of(server, "&ranks=true").read().to_pylist()
     rows = table_of(server, "?format=csv&ranks=true")
     assert [str(row["rank"]) for row in table] == [row["rank"] or "None" for row in rows]
+    assert [row["lost"] for row in table] == [float(row["lost"]) for row in rows]
     for row in rows:
         if row["rank"]:
             values = expected.pop((int(row["step"]), int(row["rank"])))

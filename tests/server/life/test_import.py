@@ -1,7 +1,5 @@
 """Import: a run made of an export answers every question as the old one does; CSV and TensorBoard files arrive."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -12,14 +10,7 @@ import pytest
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import ServerRefusal
-from collage_monitor.importing import (
-    ImportRefusal,
-    new_run_id,
-    read_curves,
-    read_events,
-    read_lines,
-    send_source,
-)
+from collage_monitor.importing import ImportRefusal, new_run_id, read_curves, read_events, read_lines, send_source
 from tests.server.samples import report
 from tools.static_demo import KEPT, made
 
@@ -33,8 +24,8 @@ def transfer(server):
     return Client("http://127.0.0.1", transport=server.transport())
 
 
-def export_to(server, path, run_id="r1"):
-    with transfer(server) as client, client.export(run_id, "jsonl") as stream:
+def export_to(server, path, **more):
+    with transfer(server) as client, client.export("r1", "jsonl", **more) as stream:
         path.write_bytes(b"".join(stream.parts))
     return path
 
@@ -60,9 +51,14 @@ def two_ranks(server):
     return server
 
 
+@pytest.fixture
+def path(two_ranks, tmp_path):
+    """Its export."""
+    return export_to(two_ranks, tmp_path / "r1.jsonl")
+
+
 @pytest.mark.slow
-def test_a_round_trip_keeps_every_number_and_a_second_one_stores_nothing_twice(two_ranks, tmp_path):
-    path = export_to(two_ranks, tmp_path / "r1.jsonl")
+def test_a_round_trip_keeps_every_number_and_a_second_one_stores_nothing_twice(two_ranks, path):
     taken_in(two_ranks, path)
     run = taken_in(two_ranks, path)
     streams = two_ranks.get("/runs/again/streams", wire.StreamList).streams
@@ -72,19 +68,10 @@ def test_a_round_trip_keeps_every_number_and_a_second_one_stores_nothing_twice(t
     said = ("tags", "notes", "seed", "config", "group", "watch")
     for field in (*said, "latest", "scalars", "first_step", "last_step"):
         assert getattr(run, field) == getattr(old, field), field
-    for question in (
-        "series?metric=edq_ratio",
-        "series?metric=loss",
-        "series?metric=gradient_noise",
-        "series?metric=lost_update_ratio&layer=blocks.1.weight",
-        "series?metric=edq_ratio&axis=time",
-        "series?metric=edq_ratio&axis=tokens",
-        "series?metric=edq_ratio&points=3",
-        "heatmap?metric=edq_ratio",
-        "histogram",
-        "worst",
-        "layers",
-    ):
+    curves = ["loss", "gradient_noise", "lost_update_ratio&layer=blocks.1.weight"]
+    curves += [f"edq_ratio{more}" for more in ("", "&axis=time", "&axis=tokens", "&points=3")]
+    others = ("heatmap?metric=edq_ratio", "histogram", "worst", "layers")
+    for question in (*(f"series?metric={curve}" for curve in curves), *others):
         answers = [two_ranks.client.get(f"/api/v1/runs/{run_id}/{question}").json() for run_id in ("r1", "again")]
         for answer in answers:
             if isinstance(answer, dict):
@@ -94,8 +81,7 @@ def test_a_round_trip_keeps_every_number_and_a_second_one_stores_nothing_twice(t
 
 
 @pytest.mark.slow
-def test_a_run_that_is_no_import_is_left_alone(two_ranks, tmp_path):
-    path = export_to(two_ranks, tmp_path / "r1.jsonl")
+def test_a_run_that_is_no_import_is_left_alone(two_ranks, path):
     before = two_ranks.get("/runs/r1")
     with pytest.raises(ImportRefusal, match="'r1' is there and no import"):
         taken_in(two_ranks, path, "r1", "p")
@@ -106,16 +92,13 @@ def test_a_run_that_is_no_import_is_left_alone(two_ranks, tmp_path):
 
 @pytest.mark.slow
 def test_lines_of_single_ranks_stay_in_the_file(two_ranks, tmp_path):
-    path = tmp_path / "r1.jsonl"
-    with transfer(two_ranks) as client, client.export("r1", "jsonl", ranks=True) as stream:
-        path.write_bytes(b"".join(stream.parts))
+    path = export_to(two_ranks, tmp_path / "r1.jsonl", ranks=True)
     assert b'"kind":"rank"' in path.read_bytes()
     assert taken_in(two_ranks, path).latest == two_ranks.get("/runs/r1", wire.Run).latest
 
 
 @pytest.mark.slow
-def test_it_is_closed_from_the_start_and_failed_until_it_is_whole(two_ranks, tmp_path):
-    path = export_to(two_ranks, tmp_path / "r1.jsonl")
+def test_it_is_closed_from_the_start_and_failed_until_it_is_whole(two_ranks, path):
     seen = []
 
     def look(_):
@@ -128,9 +111,8 @@ def test_it_is_closed_from_the_start_and_failed_until_it_is_whole(two_ranks, tmp
 
 
 @pytest.mark.slow
-def test_a_busy_server_is_asked_again(two_ranks, tmp_path):
-    source = read_lines(export_to(two_ranks, tmp_path / "r1.jsonl"))
-    network, refused = two_ranks.transport(), []
+def test_a_busy_server_is_asked_again(two_ranks, path):
+    network, refused = two_ranks.transport(), list[httpx.Request]()
 
     def busy(request):
         if request.method != "POST" or len(refused) == 3:
@@ -140,14 +122,13 @@ def test_a_busy_server_is_asked_again(two_ranks, tmp_path):
         return httpx.Response(503, headers={"Retry-After": "0"}, json=busy)
 
     with Client("http://127.0.0.1", transport=httpx.MockTransport(busy)) as client:
-        assert send_source(client, source, "q", "again").state == "finished"
+        assert send_source(client, read_lines(path), "q", "again").state == "finished"
     assert len(refused) == 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut", "garbled", "miscounted"])
-def test_a_damaged_file_is_refused_and_its_run_is_not_taken_for_whole(two_ranks, tmp_path, damage):
-    path = export_to(two_ranks, tmp_path / "r1.jsonl")
+def test_a_damaged_file_is_refused_and_its_run_is_not_taken_for_whole(two_ranks, path, damage):
     lines = path.read_text().splitlines(keepends=True)
     if damage == "cut":
         path.write_text("".join(lines[:-2]))
@@ -162,8 +143,7 @@ def test_a_damaged_file_is_refused_and_its_run_is_not_taken_for_whole(two_ranks,
     assert two_ranks.get("/runs/again", wire.Run).state == "failed"
 
 
-def test_another_version_and_other_files_are_refused(two_ranks, tmp_path):
-    path = export_to(two_ranks, tmp_path / "r1.jsonl")
+def test_another_version_and_other_files_are_refused(path):
     text = path.read_text()
     for changed, told in (
         (text.replace('"version":1', '"version":2', 1), "version 2"),
@@ -238,16 +218,13 @@ def test_run_ids_are_new_sortable_and_accepted(server):
     assert server.run(ids[0]).run_id == ids[0]
 
 
-def test_without_the_reader_it_says_what_to_install(tmp_path, monkeypatch):
+def test_without_event_files_or_their_reader_it_says_what_to_do(tmp_path, monkeypatch):
+    with pytest.raises(ImportRefusal, match="no file called"):
+        read_events(tmp_path)
     for name in ["tensorboard", *(name for name in sys.modules if name.startswith("tensorboard."))]:
         monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "events.out.tfevents.1").write_bytes(b"")
     with pytest.raises(ImportRefusal, match=r"collage-monitor\[tensorboard\]"):
-        read_events(tmp_path)
-
-
-def test_a_folder_without_event_files_is_refused(tmp_path):
-    with pytest.raises(ImportRefusal, match="no file called"):
         read_events(tmp_path)
 
 
@@ -281,6 +258,7 @@ def close(cell, value):
     return value * scale == pytest.approx(float(number), abs=0.51 * 10.0 ** -len(number.partition(".")[2]))
 
 
+@pytest.mark.slow
 def test_the_page_of_the_demo_says_what_the_readme_says(server):
     with transfer(server) as client:
         page = made(client)

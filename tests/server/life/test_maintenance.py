@@ -1,26 +1,35 @@
-"""Maintenance and the disk budget in the running application: what expires, what is refused, and what goes on."""
+"""Maintenance, the disk budget, and a disk that is really full: what expires, is refused, stays, and goes on."""
 
-from __future__ import annotations
-
+import shutil
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
+from collage_server.app import make_store
 from collage_server.background import Maintenance
 from collage_server.disk_guard import DiskGuard
 from collage_server.errors import Busy
 from collage_server.settings import Settings, SettingsError
 from collage_server.store import Selection, Sizes
+from collage_server.store.backup import back_up
+from collage_server.store.engine.database_files import Ballast
 
+from benchmarks._population import LARGE, batches
 from collage_monitor import wire
+from drills.torture.disk import SmallDisk
 from tests.server.conftest import NOW, Clock, running
 from tests.server.migrated import put_migrated
 from tests.server.reads import model_points
-from tests.server.samples import report
-from tests.server.store.stores import opened
+from tests.server.samples import layer, report
+from tests.server.store.stores import opened, seal_all
+from tests.system import lacking
 
 DAY = 86_400.0
 GIB = 2**30
+MIB = 2**20
+RESERVE = 64 * MIB
 
 
 class Disk:
@@ -124,6 +133,11 @@ def test_read_only_refuses_what_would_be_stored_and_answers_the_rest(server):
     assert server.get("/readyz", wire.Health).status == "ok"
 
 
+def post_reports(server, batch):
+    headers = {"Content-Type": wire.MSGPACK}
+    return server.client.post("/api/v1/streams/s0/reports", content=wire.encode_batch(batch), headers=headers)
+
+
 @pytest.mark.slow
 def test_nothing_acknowledged_is_lost_when_the_budget_is_reached(server):
     server.filled(steps=range(1, 3))
@@ -132,9 +146,8 @@ def test_nothing_acknowledged_is_lost_when_the_budget_is_reached(server):
     accepted, seq = 2, 2
     while True:
         app_state.guard.check_sizes()
-        batch = wire.encode_batch(wire.ReportBatch(reports=[report(seq + i, seq + i + 1) for i in range(50)]))
-        headers = {"Content-Type": wire.MSGPACK}
-        answer = server.client.post("/api/v1/streams/s0/reports", content=batch, headers=headers)
+        reports = [report(seq + i, seq + i + 1) for i in range(50)]
+        answer = post_reports(server, wire.ReportBatch(reports=reports))
         if answer.status_code == 503:
             break
         accepted += answer.json()["accepted"]
@@ -219,17 +232,8 @@ def store(tmp_path):
 
 
 def purging(store, monkeypatch, *outcomes):
-    """Let purges end so, one after the other; the list of those to come."""
-    left = list(outcomes)
-
-    def purge(_):
-        outcome = left.pop(0)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    monkeypatch.setattr(store.retention, "purge", purge)
-    return left
+    """Let purges end so, one after the other."""
+    monkeypatch.setattr(store.retention, "purge", mock.Mock(side_effect=outcomes))
 
 
 def maintenance_of(store, **more):
@@ -237,33 +241,132 @@ def maintenance_of(store, **more):
 
 
 def test_a_round_that_fails_is_logged_and_the_next_one_works(store, monkeypatch, caplog):
-    left = purging(store, monkeypatch, ValueError("broken"), True, True, False)
+    purging(store, monkeypatch, ValueError("broken"), True, True, False)
     maintenance = maintenance_of(store, days={})
     maintenance.attempt(maintenance.once)
     assert "maintenance failed" in caplog.text
     maintenance.once()
-    assert left == []
+    assert store.retention.purge.call_count == 4
 
 
 def test_the_disk_is_watched_while_a_round_is_long(store, monkeypatch):
     purging(store, monkeypatch, *[True] * 5, False)
-    looks, sizes = iter(range(100)), store.sizes
-    monkeypatch.setattr(store, "sizes", lambda: (next(looks), sizes())[1])
+    monkeypatch.setattr(store, "sizes", mock.Mock(wraps=store.sizes))
     maintenance_of(store, days={}, disk_seconds=0.0).once()
-    assert next(looks) == 5
+    assert store.sizes.call_count == 5
 
 
 def test_a_run_whose_retention_fails_holds_up_no_other_and_no_purge(store, monkeypatch, caplog):
-    def expire(run_id, _):
-        if run_id == "a":
-            raise ValueError("a statistic of a newer server")
-        expired.append(run_id)
-        return 0
-
-    expired: list[str] = []
-    left = purging(store, monkeypatch, False)
+    purging(store, monkeypatch, False)
+    expire = mock.Mock(side_effect=[ValueError("a statistic of a newer server"), 0])
     monkeypatch.setattr(store.retention, "sealed_runs", lambda: ["a", "b"])
     monkeypatch.setattr(store.retention, "expire", expire)
     maintenance_of(store, days={1: 1.0}).once()
-    assert (expired, left) == (["b"], [])
+    assert [call.args[0] for call in expire.call_args_list] == ["a", "b"]
+    assert store.retention.purge.call_count == 1
     assert "retention of run a failed" in caplog.text
+
+
+@pytest.fixture
+def disk(tmp_path):
+    made = SmallDisk(tmp_path / "disk", 160)
+    try:
+        if not made.mounted:
+            lacking("no right to mount a small file system; run as root, or with CAP_SYS_ADMIN")
+        yield made
+    finally:
+        made.free(0)
+        made.close()
+
+
+@pytest.fixture
+def small(disk):
+    """A server on the small disk, which looks at it only when told."""
+    kept: dict[str, Any] = {"retention_raw_days": 30, "retention_event_days": 30, "disk_reserve_bytes": RESERVE}
+    settings = Settings(folder=disk.folder / "data", no_auth=True, alerts="off", **kept)
+    store: Any = make_store(settings)
+    store._busy_timeout_seconds = 1.0
+    with running(settings, Clock(), store=store) as server:
+        for thread in (server.app.state.collage.maintenance, server.app.state.collage.sealer):
+            thread.stop(60.0)
+            thread.stopping.clear()
+        yield server
+
+
+def look(server):
+    """What maintenance does every two seconds."""
+    server.app.state.collage.maintenance._disk_due = 0.0
+    server.app.state.collage.maintenance._watch_disk()
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_what_was_accepted_and_lets_go_of_it(disk, small, tmp_path):
+    for run_id, stream_id in (("r1", "s1"), ("r2", "s2")):
+        small.filled(run_id, stream_id, steps=range(1, 601))
+        seal_all(small.app.state.collage.store, run_id, small.clock() + 1000.0)
+    look(small)
+    labels = {"alertname": "CollageEdqLow", "run_id": "r1", "project": "p"}
+    for status in ("firing", "resolved"):
+        alert = wire.AlertmanagerAlert(status=status, labels=labels)
+        small.post("/alerts/alertmanager", wire.AlertmanagerMessage(alerts=[alert]), wire.AlertmanagerAnswer)
+    assert [entry.state for entry in small.get("/events", wire.IncidentPage).events] == ["resolved"]
+    disk.fill(0)
+    look(small)
+    assert shutil.disk_usage(disk.folder).free == 0
+    error = small.reports([report(900, 900)], "s1", status=503)
+    assert "read-only: the disk has" in error.message
+    small.send("PATCH", "/runs/r1", wire.RunUpdate(notes="kept"))
+    assert back_up(disk.folder / "data" / "collage.sqlite", tmp_path / "copy").runs == 2
+    small.clock.now = NOW + 31 * DAY
+    small.app.state.collage.maintenance.once()
+    assert [event.kind for event in small.get("/runs/r1/events", wire.EventPage).events] == ["retention"]
+    assert small.get("/events", wire.IncidentPage).events == []
+    assert len(small.series("loss", points=1000).steps) == 600
+    small.send("DELETE", "/runs/r2")
+    small.get("/runs/r2", status=410)
+    disk.free(0)
+    look(small)
+    assert small.reports([report(900, 900)], "s1").accepted == 1
+
+
+@pytest.mark.slow
+def test_a_server_starts_on_a_full_disk_and_deletes(disk, small):
+    small.filled(steps=range(1, 11))
+    small.client.__exit__(None, None, None)
+    disk.fill(0)
+    with running(small.app.state.collage.settings, clock=small.clock) as again:
+        assert again.get("/readyz", wire.Health).status.startswith("read-only")
+        again.send("DELETE", "/runs/r1")
+    small.client.__enter__()
+
+
+@pytest.mark.slow
+def test_reports_leave_the_reserve_to_others(disk, small):
+    """However fast they come: between two looks at the disk, too."""
+    small.run()
+    small.attempt()
+    small.stream(layers=[layer(f"layer.{i}") for i in range(LARGE.layers)], statistics=list(LARGE.statistics))
+    look(small)
+    accepted = 0
+    for batch in batches(LARGE, 0, 1000, 25, 0):
+        answer = post_reports(small, batch)
+        if answer.status_code != 200:
+            break
+        accepted += answer.json()["accepted"]
+    assert answer.status_code == 503, "the journal's bound comes first"
+    assert int(answer.headers["retry-after"]) > 0
+    assert shutil.disk_usage(disk.folder).free > RESERVE - 32 * MIB, "a commit's log, and its file"
+    streams = small.get("/runs/r1/streams", wire.StreamList).streams
+    assert (accepted > 0, streams[0].reports) == (True, accepted)
+
+
+def test_ballast_takes_space_only_where_there_is_twice_as_much(tmp_path):
+    enough, *others = (Ballast(tmp_path / f"{size}", size) for size in (MIB, shutil.disk_usage(tmp_path).free, 0))
+    enough.keep()
+    assert (enough.bytes, (tmp_path / f"{MIB}").stat().st_mode & 0o777) == (MIB, 0o600)
+    enough.release()
+    assert enough.bytes == MIB, "the disk has room"
+    for other in others:
+        other.keep()
+        assert other.bytes == 0
+    assert not (tmp_path / "0").exists()

@@ -1,7 +1,5 @@
 """The PostgreSQL cluster and the object store of the session; a fresh migrated database, a fresh bucket a test."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 
@@ -11,8 +9,17 @@ from collage_server.store import PostgresqlStore
 
 from tests.server.store.postgresql import Cluster, programs_or_skip
 from tests.server.store.seaweed import ObjectStore, program_or_skip
+from tests.server.store.sending import fill
 
 _numbers = itertools.count()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """What needs a cluster or an object store is slow."""
+    for item in items:
+        if {"cluster", "object_store"} & {*getattr(item, "fixturenames", ())}:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +57,12 @@ def database(cluster, execute):
 def empty_database(cluster, execute):
     """The URL of a database without tables."""
     yield from _made(cluster, execute)
+
+
+@pytest.fixture
+def stream(store):
+    """The stream of a run that has begun."""
+    return fill(store)
 
 
 @pytest.fixture(scope="session")

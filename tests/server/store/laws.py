@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager, suppress
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -32,9 +33,7 @@ from tests.server.reads import latest_point, layer_points, model_points, scalar_
 from tests.server.samples import block, report
 from tests.server.store.naive import NaiveRun, NaiveStream
 from tests.server.store.sending import append, launch, register
-from tests.server.store.stores import LIMITS, NOW, finish, purge_all, rows
-
-__all__ = ["LawsContract", "killed_after"]
+from tests.server.store.stores import LIMITS, NOW, finish, paths, purge_all, rows
 
 METRIC = "edq_ratio"
 """Made anew of single steps alone: of merged points it is right where it is asked for by its name."""
@@ -42,9 +41,8 @@ WORLDS = st.sampled_from([(0,), (0, 0), (0, 1), (0, 0, 0)])
 """The replica that each rank holds: one rank, shards, replicas."""
 KINDS = st.sampled_from(["whole", "halves", "every third", "logged"])
 ORDERS = st.sampled_from(["ascending", "descending", "some late"])
-PARTS = st.sampled_from(
-    [{}, {"slice_rows": 3}, {"part_points": 8, "coarse_bytes": 1}, {"rows": 50}, {"bytes": 50_000}]
-)
+FEW_POINTS = {"part_points": 8, "coarse_bytes": 1}
+PARTS = st.sampled_from([{}, {"slice_rows": 3}, FEW_POINTS, {"rows": 50}, {"bytes": 50_000}])
 """What bounds a part: a whole chunk, some points, some rows of the journal, some bytes."""
 STAY = ("deleted_run", "stream", "segment_gone")
 """What answers that a run is gone, and what knows for an hour which files were its own."""
@@ -202,11 +200,8 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def read(self, points, first, last):
         """Totals, times, ranks and extremes, of the model and by layer, at any fineness."""
-        expected = {
-            step: rows
-            for step, rows in self.run.steps().items()
-            if (first is None or step >= first) and (last is None or step <= last)
-        }
+        asked = range(first or 0, (last or 10**6) + 1)
+        expected = {step: rows for step, rows in self.run.steps().items() if step in asked}
         if (first or last) and (points or self.frozen):
             return  # Which merged points belong to a part of the steps is the reader's choice.
         chosen = Selection(points=points, first_step=first, last_step=last, extremes_of=(METRIC,) if points else ())
@@ -294,9 +289,7 @@ class StoreMachine(RuleBasedStateMachine):
         if (archiving := self.store.archiving) is None:
             return
         archiving.sweep(time.time() + 7200)
-        with self.store.reading() as connection:
-            named = set(connection.execute(select(schema.segment.c.path)).scalars())
-        assert {file.path for file in archiving.files.stored()} == named
+        assert {file.path for file in archiving.files.stored()} == paths(self.store)
 
     def compare(self, found, expected, *, by_layer):
         """Each point is its steps merged: first over shards, then over steps. Nothing is lost or told twice."""
@@ -308,17 +301,19 @@ class StoreMachine(RuleBasedStateMachine):
             [expected[step] for step in steps[(steps >= first) & (steps <= last)].tolist()]
             for first, last in zip(found.first_steps, found.steps, strict=True)
         ]
-        if [len(group) for group in groups] != found.counts.tolist():
+        whole, totals = [len(group) for group in groups] == found.counts.tolist(), found.totals
+        if not whole:
             # Late steps stand beside the coarse point in whose range they lie.
             assert (found.counts > 1).any()
-            groups, found = [list(expected.values())], _as_one(found)
+            groups = [list(expected.values())]
+            totals = {key: values[None] for key, values in reduce_steps(totals).items()}
         single = np.array([len(group) == 1 for group in groups])
         merged = [self.run.over_steps(group, by_layer=by_layer) for group in groups]
         for key in merged[0]:
-            total = np.array([totals[key] for totals in merged])
-            held = found.totals.get(key, np.full_like(total, np.nan))
+            total = np.array([of_group[key] for of_group in merged])
+            held = totals.get(key, np.full_like(total, np.nan))
             np.testing.assert_allclose(held, total, rtol=1e-12, err_msg=key)
-        if isinstance(found, _Merged):
+        if not whole:
             return
         assert found.times.tolist() == [max(row.report.time for rows in group for row in rows) for group in groups]
         assert found.ranks.tolist() == [min(map(self.run.ranks_at, group)) for group in groups]
@@ -382,40 +377,23 @@ class StoreMachine(RuleBasedStateMachine):
         known.update({reports[n].seq: reports[n] for n in fresh if n not in late})
 
 
-@dataclasses.dataclass(frozen=True)
-class _Merged:
-    """All points merged, their totals alone."""
-
-    totals: dict[str, Any]
-
-
-def _as_one(points):
-    return _Merged({key: values[None] for key, values in reduce_steps(points.totals).items()})
-
-
 @contextmanager
 def killed_after(store, transactions):
     """A server that is killed after so many transactions (None: it lives)."""
     if transactions is None:
         yield
         return
-    writing, left = store.writing, [transactions]
+    writing, left = store.writing, iter(range(transactions))
 
     @contextmanager
     def counted():
-        if left[0] == 0:
+        if next(left, None) is None:
             raise InterruptedError("killed")
-        left[0] -= 1
         with writing() as connection:
             yield connection
 
-    store.writing = counted
-    try:
+    with suppress(InterruptedError), mock.patch.object(store, "writing", counted):
         yield
-    except InterruptedError:
-        pass
-    finally:
-        store.writing = writing
 
 
 class LawsContract:

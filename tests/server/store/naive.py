@@ -11,8 +11,6 @@ from collage_monitor import wire
 from collage_monitor.statistics import finish, merge_shards, reduce_steps
 from tests.server.samples import STATISTICS
 
-__all__ = ["NaiveRun", "NaiveStream"]
-
 
 @dataclass
 class NaiveStream:
@@ -108,8 +106,6 @@ class NaiveRun:
 
 def _rightful(rows):
     newest = max(row.stream.attempt for row in rows)
-    rows = [row for row in rows if row.stream.attempt == newest]
-    oldest = {row.stream.rank: row.stream.number for row in sorted(rows, key=lambda row: -row.stream.number)}
-    return sorted(
-        (row for row in rows if oldest[row.stream.rank] == row.stream.number), key=lambda row: row.stream.number
-    )
+    rows = sorted((row for row in rows if row.stream.attempt == newest), key=lambda row: row.stream.number)
+    oldest = {row.stream.rank: row.stream.number for row in reversed(rows)}
+    return [row for row in rows if oldest[row.stream.rank] == row.stream.number]

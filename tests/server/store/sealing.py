@@ -1,22 +1,26 @@
-"""What sealing must not change: everything that readers see. Every backend runs it."""
-
-from __future__ import annotations
+"""What sealing must not change: everything that readers see, of newer servers' rows, too. Every backend runs it."""
 
 import dataclasses
 from contextlib import contextmanager, nullcontext
+from itertools import count
+from unittest import mock
 
-import msgspec
 import numpy as np
 import pytest
 from collage_server.errors import Gone, Unprocessable
 from collage_server.store import Selection, schema
 from collage_server.store.chunks.blobs import read_layer_data
+from collage_server.store.reading import logged_scalars
 from collage_server.store.reading import points as reading
+from collage_server.store.reading.run_view import is_known
+from collage_server.store.row_helpers import to_json
 from collage_server.store.sealing.seal_plan import SealLimits
-from sqlalchemy import func, select
+from msgspec.structs import replace
+from sqlalchemy import func, select, update
 
+from collage_monitor import metrics, wire
 from collage_monitor.statistics import reduce_steps
-from tests.server.reads import layer_points, model_points, scalar_points
+from tests.server.reads import latest_point, layer_points, model_points, scalar_points
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report
 from tests.server.store.laws import killed_after
 from tests.server.store.seen import plain, seen, unchanged
@@ -48,8 +52,7 @@ class SealingContract:
         assert seal_all(store, "r2") == 1
         unchanged(of_other, seen(store, "r2"))
 
-    def test_sealed_reports_that_are_sent_again_change_nothing(self, store):
-        stream = fill(store)
+    def test_sealed_reports_that_are_sent_again_change_nothing(self, store, stream):
         firsts = range(0, 96, 32)
         for first in firsts:
             send(store, stream, range(first, first + 32), first_seq=first)
@@ -61,38 +64,27 @@ class SealingContract:
         assert seal_all(store) == 0
         unchanged(before, seen(store))
 
-    def test_a_run_without_layers_has_whole_chunks_and_no_rows_of_layers(self, store, monkeypatch):
+    def test_a_run_without_layers_has_whole_chunks_and_no_rows_of_layers(self, store):
         """What is small waits for the whole chunk, which then is one commit, and one that empties the journal."""
         store.sealing.limits = SealLimits()
         stream = fill(store)
         sums = np.random.default_rng(1).lognormal(size=(512, len(STATISTICS)))
         sums[:, ::3] = 100.0
-        reports = [
-            msgspec.structs.replace(report(i, i + 1), layer_count=0, statistics=b"", model=values.tobytes())
-            for i, values in enumerate(sums)
-        ]
+        whole = {"layer_count": 0, "statistics": b""}
+        reports = [replace(report(i, i + 1), model=values.tobytes(), **whole) for i, values in enumerate(sums)]
         append(store, stream, *reports[:255])
         assert seal_all(store) == 0, "not yet whole"
         append(store, stream, *reports[255:])
-        commits = []
-        writing = store.writing_claimed
-
-        def counted():
-            commits.append(1)
-            return writing()
-
-        monkeypatch.setattr(store, "writing_claimed", counted)
         before = model_points(store, "r1", STATISTICS, ALL)
-        assert seal_all(store) == 2
-        assert len(commits) == 4
+        with mock.patch.object(store, "writing_claimed", wraps=store.writing_claimed) as writing:
+            assert seal_all(store) == 2
+        assert writing.call_count == 4
         assert [rows(store, table) for table in (schema.layer_chunk, schema.report)] == [0, 0]
         unchanged(plain(before), plain(model_points(store, "r1", STATISTICS, ALL)))
+        columns = (schema.model_chunk.c.data, schema.point_chunk.c.points)
         with store.reading() as connection:
-            stored = sum(
-                connection.execute(select(func.sum(func.length(column)))).scalar_one()
-                for column in (schema.model_chunk.c.data, schema.point_chunk.c.points)
-            )
-        assert stored <= 8 * sums.size, "all levels and points, in what the totals of single steps would take"
+            sizes = [connection.execute(select(func.sum(func.length(column)))).scalar_one() for column in columns]
+        assert sum(sizes) <= 8 * sums.size, "all levels and points, in what the totals of single steps would take"
 
     def test_labels_are_as_long_as_what_is_sealed_under_them_may_be(self, store):
         fill(store)
@@ -148,8 +140,7 @@ class SealingContract:
         assert rows(store, schema.report) == 4
         unchanged(before, seen(store))
 
-    def test_layers_and_statistics_added_during_the_run(self, store):
-        stream = fill(store)
+    def test_layers_and_statistics_added_during_the_run(self, store, stream):
         send(store, stream, range(1, 41))
         seal_all(store)
         names = [*LAYERS, "head.weight"]
@@ -168,73 +159,59 @@ class SealingContract:
     def test_no_transaction_writes_more_blocks_than_a_slice_has(self, store):
         """Coarse levels, too: acknowledgements wait for none of them."""
         send(store, fill(store), range(1, 65))
-        tables = (schema.layer_chunk, schema.model_chunk)
-        counts = [select(func.count()).select_from(table) for table in tables]
-        writing, written = store.writing, []
+        writing, held = store.writing, [0]
 
         @contextmanager
         def counted():
             with writing() as connection:
-                before = sum(connection.execute(count).scalar_one() for count in counts)
                 yield connection
-                written.append(sum(connection.execute(count).scalar_one() for count in counts) - before)
+            held.append(rows(store, schema.layer_chunk) + rows(store, schema.model_chunk))
 
-        store.writing = counted
-        assert seal_all(store) == 2
-        assert max(written) == LIMITS.slice_rows
-        assert sum(written) == sum(rows(store, table) for table in tables)
+        with mock.patch.object(store, "writing", counted):
+            assert seal_all(store) == 2
+        assert max(np.diff(held)) == LIMITS.slice_rows
 
-    def test_reports_arriving_while_a_part_is_built_are_kept(self, store):
-        stream = fill(store)
+    def test_reports_arriving_while_a_part_is_built_are_kept(self, store, stream):
         send(store, stream, range(1, 33))
-        writing = store.writing
-        sent: list[bool] = []
+        writing, calls = store.writing, count()
 
         @contextmanager
         def interleaved():
-            if not sent:
-                sent.append(True)
+            if next(calls) == 0:
                 append(store, stream, report(32, 20, measured=False, scalars={"extra": 1.0}), report(33, 33))
             with writing() as connection:
                 yield connection
 
-        store.writing = interleaved
-        try:
+        with mock.patch.object(store, "writing", interleaved):
             assert store.sealing.seal("r1", NOW)
-        finally:
-            store.writing = writing
         assert store.streams.of_run("r1")[0].reports == 34
         assert model_points(store, "r1", ["lost"], ALL).steps.tolist() == list(range(1, 34))
         assert scalar_points(store, "r1", ("extra",), ALL)["extra"].steps.tolist() == [20]
         assert rows(store, schema.report) == 2
 
-    def test_a_run_deleted_while_it_is_sealed_leaves_no_chunks(self, store):
-        stream = fill(store)
+    def test_a_run_deleted_while_it_is_sealed_leaves_no_chunks(self, store, stream):
         send(store, stream, range(1, 41))
-        writing, calls = store.writing, []
+        writing, calls = store.writing, count(1)
 
         @contextmanager
         def deleting():
-            calls.append(True)
-            if len(calls) == 3:
-                store.writing = writing
+            if next(calls) == 3:
                 store.runs.delete("r1", NOW)
             with writing() as connection:
                 yield connection
 
-        store.writing = deleting
-        with pytest.raises(Gone):
+        with mock.patch.object(store, "writing", deleting), pytest.raises(Gone):
             store.sealing.seal("r1", NOW)
-        store.writing = writing
         assert not any(rows(store, table) for table in CHUNKS)
 
-    def test_concurrent_readers_see_the_same_throughout(self, store):
-        """Readers in a thread of their own while parts are made: always all points, each once."""
-        send(store, fill(store), range(1, 65))
+    def test_readers_see_whole_commits_each_point_once_while_parts_are_made(self, store, stream):
         found = []
         with beside(lambda: found.append(model_points(store, "r1", ["lost"], ALL).steps.tolist())):
-            seal_all(store)
-        assert all(steps == list(range(1, 65)) for steps in found)
+            for first in range(1, 101, 5):
+                send(store, stream, range(first, first + 5), first_seq=first)
+                store.sealing.seal("r1", NOW)
+        assert all(steps == list(range(1, len(steps) + 1)) and len(steps) % 5 == 0 for steps in found)
+        assert store.streams.of_run("r1")[0].reports == 100
 
 
 class KilledContract:
@@ -282,3 +259,90 @@ def sealed_until(store, allowed, run_id="r1"):
     with killed_after(store, allowed):
         sealed.append(store.sealing.seal(run_id, NOW))
     return sealed[0] if sealed else None
+
+
+class SealedContract:
+    """What is read of sealed runs beyond their points: newer servers' rows, labels, scalars."""
+
+    def test_a_run_of_a_newer_server_is_answered_and_left_to_it(self, store, monkeypatch):
+        """While a cluster is upgraded: statistics that this catalogue lacks, in the journal and in chunks."""
+        reports = [with_more(report(i, 10 * (i + 1)), 7.0) for i in range(80)]
+        with monkeypatch.context() as upgraded:
+            upgraded.setitem(metrics.STATISTICS, "future_sum", metrics.STATISTICS["parameter_squared_sum"])
+            is_known.cache_clear()
+            fill(store)
+            stream = register(store, "s0", statistics=[*STATISTICS, "future_sum"])
+            append(store, stream, *reports[:40])
+            assert seal_all(store) == 1
+            append(store, stream, *reports[40:])
+            whole = plain(model_points(store, "r1", None, ALL))
+            layers = plain(layer_points(store, "r1", STATISTICS, ALL))
+        is_known.cache_clear()
+        assert "future_sum" in whole
+        known = {key: held for key, held in whole.items() if key != "future_sum"}
+        assert plain(model_points(store, "r1", None, ALL)) == known
+        assert plain(layer_points(store, "r1", STATISTICS, ALL)) == layers
+        assert "future_sum" not in latest_point(store, "r1").model
+        assert seal_all(store) == 0
+        assert rows(store, schema.report) == 48
+
+    def test_a_label_with_a_line_break_that_an_older_server_took_is_read(self, store):
+        """A label may hold any separator, so none stands between what is read of the dictionary."""
+        fill(store)
+        keys = [*STATISTICS, "state_zero/exp\n7 avg"]
+        with store.engine.begin() as connection:
+            connection.execute(update(schema.stream).values(statistics=to_json(keys), checks=None))
+        stream = store.streams.stream_record("s0")
+        reports = [with_more(report(i, i + 1), 7.0) for i in range(64)]
+        append(store, stream, *reports[:32])
+        before = plain(model_points(store, "r1", None, ALL))
+        assert seal_all(store) == 1
+        assert plain(model_points(store, "r1", None, ALL)) == before
+        append(store, stream, *reports[32:])
+        assert seal_all(store) == 1
+        assert model_points(store, "r1", [keys[-1]], ALL).totals[keys[-1]].tolist() == [21.0] * 64
+        assert keys[-1] in latest_point(store, "r1").model
+
+    def test_scalars_between_measured_steps_and_beyond(self, store):
+        logged = {i: {"loss": float(i)} for i in range(80)}
+        logged |= {10: {"loss": float("nan")}, 11: {"loss": float("-inf"), "note": 1.0}}
+        reports = [report(i, i + 1, measured=i % 2 == 0, scalars=held) for i, held in logged.items()]
+        append(store, fill(store), *reports)
+        before = seen(store)
+        assert seal_all(store) == 1
+        unchanged(before, seen(store))
+        with store.points.snapshot() as snapshot:
+            newest = snapshot.newest_scalars(["r1"], 20)["r1"]
+        assert newest["loss"].tolist() == [float(i) for i in range(60, 80)]
+        assert newest["note"].tolist() == [1.0]
+
+    @pytest.mark.parametrize("late", [0, 20, 40])
+    def test_the_newest_scalars_are_those_of_the_newest_steps(self, store, stream, late):
+        """Late reports become parts behind newer ones; what waits in the journal hides that no less."""
+        send(store, stream, range(101, 101 + 96), first_seq=100)
+        seal_all(store)
+        for start in range(0, late, 20):
+            send(store, stream, range(start + 1, start + 21), first_seq=start)
+            seal_all(store)
+        for more in range(2):
+            if more:
+                send(store, stream, [197], first_seq=196)
+            logged = scalar_points(store, "r1", ["loss"], ALL)["loss"].values
+            with store.points.snapshot() as snapshot:
+                newest = snapshot.newest_scalars(["r1"], 10)["r1"]["loss"]
+            assert newest[-10:].tolist() == logged[-10:].tolist()
+
+    def test_the_newest_scalars_are_read_from_the_last_parts(self, store, stream, monkeypatch):
+        """Of a live run, too, whose newest value is not sealed yet."""
+        send(store, stream, range(1, 101))
+        assert seal_all(store) == 3
+        logged = logged_scalars._LoggedReading
+        read = mock.Mock(side_effect=logged.points)
+        monkeypatch.setattr(logged, "points", lambda *arguments: read(*arguments))
+        for _ in range(2):
+            with store.points.snapshot() as snapshot:
+                assert len(snapshot.newest_scalars(["r1"], 10)["r1"]["loss"]) == 10
+            store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
+            seal_all(store)
+        parts = [{run_id: len(held) for run_id, held in call.args[-1].items()} for call in read.call_args_list]
+        assert parts == [{"r1": 4}] * 2

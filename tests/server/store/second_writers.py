@@ -1,7 +1,5 @@
 """What every backend must do about who logs to a run beside its training: evaluators, late, resumed or several."""
 
-from __future__ import annotations
-
 import pytest
 from collage_server.errors import Conflict, Unprocessable
 from collage_server.store import RunQuery, Selection, schema
@@ -33,11 +31,9 @@ def launched(store, stream_id, role="evaluator", first_step=1):
 
 def log(store, stream_id, *places, first_seq=0, now=NOW, name=NAME):
     """Log (step, value) pairs, a report each."""
-    reports = [
-        wire.Report(seq=first_seq + i, step=step, time=now, scalars={name: value})
-        for i, (step, value) in enumerate(places)
-    ]
-    return append(store, store.streams.stream_record(stream_id), *reports, now=now)
+    stream = store.streams.stream_record(stream_id)
+    for seq, (step, value) in enumerate(places, first_seq):
+        append(store, stream, wire.Report(seq=seq, step=step, time=now, scalars={name: value}), now=now)
 
 
 def curve(store, name=NAME):
@@ -122,6 +118,7 @@ class SecondWritersContract:
         assert (due.updated_at, due.reports) == (record.updated_at, record.reports)
         Summariser(store).keep_points()
         assert store.summaries.due_points(10) == {}, "what is derived of the run is up to date again"
+        record = store.runs.get("r1")
         assert (record.updated_at, record.last_report_at) == (NOW, NOW)
         assert store.runs.revisions(["r1"])["r1"].updated_at == NOW
         found = {state: store.runs.page(RunQuery(state=state), later, STALE).runs for state in ("running", "stale")}

@@ -1,7 +1,5 @@
 """What a reader sees of a run, as plain values that can be compared before and after."""
 
-from __future__ import annotations
-
 import numpy as np
 from collage_server.store import Selection
 

@@ -1,7 +1,5 @@
 """Runs that begin, ranks that register, and what they report to a store."""
 
-from __future__ import annotations
-
 import numpy as np
 from collage_server.store import ReportGroup
 from msgspec.structs import replace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from collage_server.store import PostgresqlStore, Selection, SqliteStore
+from collage_server.store import PostgresqlStore, Selection, SqliteStore, schema
 from collage_server.store.sealing.seal_plan import SealLimits
 from sqlalchemy import func, select
 
@@ -60,6 +60,12 @@ def archive_all(store, run_id="r1"):
         pass
 
 
+def paths(store, table=schema.segment):
+    """Of the archived files that the database names."""
+    with store.reading() as connection:
+        return set(connection.execute(select(table.c.path)).scalars())
+
+
 def purge_all(store, rows=10):
     """All that was deleted for good goes."""
     while store.retention.purge(rows):
@@ -70,3 +76,17 @@ def rows(store, table, *where):
     """How many rows there are."""
     with store.reading() as connection:
         return connection.execute(select(func.count()).select_from(table).where(*where)).scalar_one()
+
+
+def bits_of(content, places):
+    """The content with one bit flipped, of each of these bits."""
+    for place in places:
+        damaged = bytearray(content)
+        damaged[place // 8] ^= 1 << place % 8
+        yield bytes(damaged)
+
+
+def flip(file, place, bit=0):
+    """Flip one bit of a byte of the file."""
+    [content] = bits_of(file.read_bytes(), [8 * place + bit])
+    file.write_bytes(content)

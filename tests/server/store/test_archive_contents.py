@@ -1,6 +1,6 @@
 """What stands in archived files: which chunks become one, how layers are read out of it, and what reading asks."""
 
-from __future__ import annotations
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -75,11 +75,9 @@ def test_chunks_without_layers_become_no_files():
 def test_once_it_is_over_the_rest_does_and_the_chunk_without_coarse_levels_stands_alone():
     infos = [*(chunk(number) for number in range(10)), chunk(10, frozenset({1}))]
     archived = {(1, 1): {0, 1, 2, 3}}
-    assert chunks_by_level(infos, archived, over=True) == {
-        1: [(4, 5, 6, 7), (8, 9), (10,)],
-        16: [tuple(range(10))],
-        256: [tuple(range(10))],
-    }
+    coarse = [tuple(range(10))]
+    fine = [(4, 5, 6, 7), (8, 9), (10,)]
+    assert chunks_by_level(infos, archived, over=True) == {1: fine, 16: coarse, 256: coarse}
 
 
 def test_no_file_spans_chunks_that_stand_in_another():
@@ -101,9 +99,8 @@ def written(tmp_path_factory, request):
     totals["b"][2, 3:6] = np.nan
     steps, times = np.arange(POINTS), np.linspace(1.7e9, 1.7e9 + 5, POINTS)
     points = PointRows({}, {}, steps, steps, times, np.ones(POINTS, np.int64), np.ones(POINTS, np.int64))
-    contents = Contents(
-        run_id="r", attempt=1, level=1, parts=(HeldPart(0, 0, POINTS),), layers=LAYERS, layers_a_group=A_GROUP
-    )
+    held: dict[str, Any] = {"parts": (HeldPart(0, 0, POINTS),), "layers": LAYERS, "layers_a_group": A_GROUP}
+    contents = Contents(run_id="r", attempt=1, level=1, **held)
     groups = (np.stack([*totals.values()])[:, :, start : start + A_GROUP] for start in range(0, LAYERS, A_GROUP))
     with pytest.MonkeyPatch.context() as then:
         if request.param != "with checksums":

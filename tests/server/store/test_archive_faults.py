@@ -1,10 +1,8 @@
 """Archiving amid faults: an archive that is away, files that no row names, several servers on one run."""
 
-from __future__ import annotations
-
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Barrier
 
 import pytest
@@ -25,9 +23,11 @@ from tests.server.samples import STATISTICS
 from tests.server.store.life import CHUNK, NEVER
 from tests.server.store.seen import arrays_of, plain, seen, unchanged
 from tests.server.store.sending import fill, ranks, send
-from tests.server.store.stores import AFTER_SILENCE, ALL, NOW, archive_all, finish, purge_all, rows, seal_all
+from tests.server.store.stores import AFTER_SILENCE, ALL, NOW, archive_all, finish, paths, purge_all, rows, seal_all
 from tests.server.store.stores import opened as opened_store
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, at_once
+
+pytestmark = pytest.mark.slow
 
 HOUR = 3600.0
 ORPHAN = archived_path("p", "r1", 1, 1, f"0-1-{0:032x}.parquet")
@@ -80,16 +80,10 @@ def sweep(store, after=2 * HOUR):
     return store.archiving.sweep(time.time() + after)
 
 
-def paths(store, table=schema.segment):
-    with store.reading() as connection:
-        return set(connection.execute(select(table.c.path)).scalars())
-
-
 def stored(store):
     return {file.path for file in store.archiving.files.stored()}
 
 
-@pytest.mark.slow
 def test_while_a_bucket_is_away_what_is_live_answers_and_nothing_is_lost(
     opened, stranger, tmp_path, bucket, object_store, monkeypatch
 ):
@@ -229,7 +223,6 @@ def test_an_archive_of_before_there_were_marks_is_taken_over(store, opened):
     assert again.archiving.files.read_mark() is not None
 
 
-@pytest.mark.slow
 def test_a_bucket_has_a_mark_too(opened, stranger, tmp_path, bucket):
     opened(put_migrated(tmp_path), Bucket(bucket, tmp_path / "cache", 2**20))
     with pytest.raises(StoreUnusable, match=FOREIGN):
@@ -264,7 +257,6 @@ def test_a_file_stays_until_retention_has_dropped_all_of_its_chunks(store):
     assert len(layer_points(store, "r1", STATISTICS, ALL).steps) > CHUNK
 
 
-@pytest.mark.slow
 def test_servers_that_pack_the_same_points_at_once_do_not_fail_on_each_other(
     opened, database, tmp_path, monkeypatch
 ):
@@ -277,28 +269,22 @@ def test_servers_that_pack_the_same_points_at_once_do_not_fail_on_each_other(
         archive_all(first)
     with first.reading() as connection:
         loose = [dict(row) for row in connection.execute(select(schema.point_chunk)).mappings()]
-    together = Barrier(2)
+    together = Barrier(2, timeout=PATIENCE_SECONDS)
 
     def pack(server):
-        try:
-            for contents in held:
-                together.wait(PATIENCE_SECONDS)
-                server.archiving._pack_points(contents)
-        except Exception:
-            together.abort()
-            raise
+        for contents in held:
+            together.wait()
+            server.archiving._pack_points(contents)
 
     before = seen(first)
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(20):
-            with first.writing() as connection:
-                connection.execute(delete(schema.point_chunk))
-                connection.execute(insert(schema.point_chunk), loose)
-            list(pool.map(pack, (first, second)))
+    for _ in range(20):
+        with first.writing() as connection:
+            connection.execute(delete(schema.point_chunk))
+            connection.execute(insert(schema.point_chunk), loose)
+        at_once(partial(pack, first), partial(pack, second))
     unchanged(before, seen(second))
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_servers_that_archive_one_run_at_once_make_no_point_visible_twice(opened, database, tmp_path, bucket):
     servers = [opened(database, Bucket(bucket, tmp_path / f"{number}", 2**20)) for number in range(3)]
@@ -313,8 +299,7 @@ def test_servers_that_archive_one_run_at_once_make_no_point_visible_twice(opened
             while server.archiving.archive("r1"):
                 pass
 
-    with ThreadPoolExecutor(len(servers)) as pool:
-        list(pool.map(archive, servers))
+    at_once(*[partial(archive, server) for server in servers])
     table = schema.segment
     columns = (table.c.attempt, table.c.level, table.c.first_chunk, table.c.last_chunk)
     with servers[0].reading() as connection:

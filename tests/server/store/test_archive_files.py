@@ -7,16 +7,23 @@ import signal
 import socketserver
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from unittest import mock
 
 import obstore
 import pytest
 from collage_server.errors import Busy, DamagedFile, StoreUnusable
+from collage_server.publishing import publish
 from collage_server.store.archive import file_storage
 from collage_server.store.archive.archived_file import ArchivedFile, digest_of
 from collage_server.store.archive.file_storage import Bucket, Folder, archive_files
+from obstore.store import from_url
+
+from collage_monitor.command.query import open_fleet
+from tests.server import fleet
+from tests.server.migrated import put_migrated
+from tests.server.store.stores import NOW, opened, purge_all
 
 SIZE = 1000
 _KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret"}
@@ -55,21 +62,16 @@ def cached(archive):
     return {path.stem: path for path in archive._cache.rglob("*.parquet")}
 
 
-@contextmanager
-def counted(monkeypatch):
-    """Paths that are fetched from the object store."""
-    fetched, get = [], obstore.get
-
-    def look(store, path):
-        fetched.append(path)
-        return get(store, path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(obstore, "get", look)
-        yield fetched
+def fetching():
+    """Counts what is fetched from the object store."""
+    return mock.patch.object(obstore, "get", wraps=obstore.get)
 
 
-@pytest.mark.slow
+def fetched(get):
+    """Their paths."""
+    return [call.args[1] for call in get.call_args_list]
+
+
 def test_what_was_not_read_for_longest_leaves_the_cache_first(archive):
     paths = {name: keep(archive, name) for name in "abc"}
     for age, name in enumerate("abc"):
@@ -83,13 +85,11 @@ def test_what_was_not_read_for_longest_leaves_the_cache_first(archive):
     assert len(cached(archive)) == 3
 
 
-@pytest.mark.slow
 def test_a_file_that_is_sent_in_parts_comes_back_as_it_was(archive, other):
     content = os.urandom(12 * 2**20 + 7)
     assert read(other, keep(archive, "a", content)) == content
 
 
-@pytest.mark.slow
 def test_a_file_that_is_being_read_can_leave_the_cache(archive):
     def slowly(source):
         for name in "bcd":
@@ -100,8 +100,7 @@ def test_a_file_that_is_being_read_can_leave_the_cache(archive):
     assert archive.read(keep(archive, "a", b"a" * SIZE), slowly) == b"a" * SIZE
 
 
-@pytest.mark.slow
-def test_threads_that_ask_for_one_file_fetch_it_once(archive, other, monkeypatch):
+def test_threads_that_ask_for_one_file_fetch_it_once(archive, other):
     path = keep(archive, "a", b"a" * SIZE)
     together = threading.Barrier(8)
 
@@ -109,31 +108,28 @@ def test_threads_that_ask_for_one_file_fetch_it_once(archive, other, monkeypatch
         together.wait()
         return read(other, path)
 
-    with counted(monkeypatch) as fetched, ThreadPoolExecutor(8) as pool:
+    with fetching() as get, ThreadPoolExecutor(8) as pool:
         assert set(pool.map(ask, range(8))) == {b"a" * SIZE}
-    assert fetched == [path.path]
+    assert fetched(get) == [path.path]
     assert not other._fetching
 
 
-@pytest.mark.slow
 def test_a_file_that_leaves_the_cache_before_it_is_opened_is_fetched_again(archive, monkeypatch):
     path, local = keep(archive, "a"), archive.local
-    left = [2]
+    left = iter((True, True, False))
 
     def lost(asked):
         found = local(asked)
-        if left[0]:
-            left[0] -= 1
+        if next(left):
             found.unlink()
         return found
 
     monkeypatch.setattr(archive, "local", lost)
-    with counted(monkeypatch) as fetched:
+    with fetching() as get:
         assert read(archive, path) == b"x" * SIZE
-    assert fetched == [path.path, path.path]
+    assert fetched(get) == [path.path, path.path]
 
 
-@pytest.mark.slow
 def test_a_cached_copy_that_cannot_be_read_is_fetched_again(archive):
     """One bad read of a bucket, or a bad block of the local disk, stayed for good."""
 
@@ -150,7 +146,6 @@ def test_a_cached_copy_that_cannot_be_read_is_fetched_again(archive):
     assert cached(archive)["a"].read_bytes() == b"x" * SIZE
 
 
-@pytest.mark.slow
 def test_what_a_bucket_damaged_is_not_cached_and_comes_back_from_a_back_up(archive, other, tmp_path):
     file = keep(archive, "a")
     for damage in (b"y" * SIZE, b"x" * (SIZE - 1), None):
@@ -183,7 +178,6 @@ def test_a_missing_file_says_what_to_do(kind, tmp_path, request):
     assert len(read(archive, there)) == SIZE, "one that is missing says nothing of the others"
 
 
-@pytest.mark.slow
 def test_a_bucket_that_does_not_answer_is_left_alone_for_a_while(archive, object_store, monkeypatch, request):
     """Whoever waits for it holds a reader's place: a few may, and the others are told at once."""
     path = keep(archive, "a")
@@ -192,11 +186,11 @@ def test_a_bucket_that_does_not_answer_is_left_alone_for_a_while(archive, object
     other = request.getfixturevalue("other")
     object_store.signal(signal.SIGSTOP)
     try:
-        with counted(monkeypatch) as fetched:
+        with fetching() as get:
             for _ in range(3):
                 with pytest.raises(Busy, match="log says why: older points wait for it; newer ones can be asked"):
                     read(other, path)
-        assert fetched == [path.path]
+        assert fetched(get) == [path.path]
         with pytest.raises(Busy), other.new_file():
             pytest.fail("no file is made for a bucket that takes none")
     finally:
@@ -205,7 +199,6 @@ def test_a_bucket_that_does_not_answer_is_left_alone_for_a_while(archive, object
     assert len(read(other, path)) == SIZE
 
 
-@pytest.mark.slow
 def test_a_bucket_that_refuses_or_is_not_there_is_told_in_the_log(bucket, tmp_path, monkeypatch, caplog):
     with pytest.raises(Busy, match="the archive s3://no-such-bucket cannot be used"):
         list(Bucket("s3://no-such-bucket", tmp_path, SIZE).stored())
@@ -221,7 +214,6 @@ def test_a_bucket_that_refuses_or_is_not_there_is_told_in_the_log(bucket, tmp_pa
         assert "SignatureDoesNotMatch" in caplog.text
 
 
-@pytest.mark.slow
 def test_what_is_stored_is_listed_with_its_age_and_goes_when_told(archive, tmp_path):
     for some in (archive, Folder(tmp_path / "folder")):
         paths = {keep(some, f"0-1-{name * 32}") for name in "ab"}
@@ -263,7 +255,6 @@ def test_what_a_folder_keeps_is_on_the_disk_before_anybody_is_told(tmp_path, mon
     assert seen == [("sync", made), ("rename", run / "1/1/a.parquet"), *(("sync", folder) for folder in folders)]
 
 
-@pytest.mark.slow
 def test_what_is_cached_was_on_the_disk_before_it_had_its_name(archive, other, monkeypatch):
     """A power cut would else leave a file of zeros, which would be read for ever."""
     path = keep(archive, "a")
@@ -343,3 +334,33 @@ def test_an_address_that_cannot_be_used_is_refused_at_once(tmp_path, monkeypatch
     for address in ("ftp://host/folder", "gs://b", "az://"):
         with pytest.raises(StoreUnusable, match=f"the archive {address} cannot be used"):
             archive_files(address, tmp_path, SIZE)
+
+
+def published_steps(archive):
+    with open_fleet(archive) as connection:
+        sql = "select run, count(*), sum(lost) from layers join runs using (project, run) group by run order by run"
+        return connection.sql(sql).fetchall()
+
+
+def test_a_bucket_holds_the_table_beside_the_files(bucket, tmp_path):
+    """Published, asked, made anew, a run deleted; one of the runs resumed, so that a file of it is copied."""
+    archive, runs = f"{bucket}/cold", fleet.FLEET[3:5]
+    store = opened(put_migrated(tmp_path), archive=archive_files(archive, tmp_path / "cache", 2**30))
+    fleet.fill(store, runs)
+    fleet.archive_all(store, runs)
+    assert publish(store, "p").runs == 2
+    found = published_steps(archive)
+    assert [(run, rows) for run, rows, _ in found] == [("light-3", 240), ("plain-wide", 240)]
+    assert publish(store, "p").added == 0
+    objects = from_url(archive, client_options={"allow_http": True})
+    log = [entry["path"] for part in obstore.list(objects) for entry in part if "_delta_log" in entry["path"]]
+    obstore.delete(objects, log)
+    assert publish(store, "p").added > 0
+    assert published_steps(archive) == found
+    store.runs.delete("plain-wide", NOW)
+    purge_all(store, 100)
+    publish(store, "p")
+    assert published_steps(archive) == found[:1]
+    kept = [entry["path"] for part in obstore.list(objects) for entry in part]
+    assert not any("plain-wide" in path and "visible-" in path for path in kept)
+    store.close()

@@ -18,10 +18,8 @@ from tests.server.migrated import put_migrated
 from tests.server.store.contract import StoreContract
 from tests.server.store.laws import LawsContract
 from tests.server.store.life import LifeContract
-from tests.server.store.ranks import PartsContract, RanksContract
-from tests.server.store.replicas import ReplicasContract
-from tests.server.store.sealed import SealedContract
-from tests.server.store.sealing import KilledContract, SealingContract
+from tests.server.store.ranks import PartsContract, RanksContract, ReplicasContract
+from tests.server.store.sealing import KilledContract, SealedContract, SealingContract
 from tests.server.store.second_writers import SecondWritersContract
 from tests.server.store.stores import opened, reopening
 

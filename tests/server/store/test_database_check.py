@@ -1,13 +1,12 @@
 """The file of the database, flipped bit by bit: found, healed, or without effect. Never another answer."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re
 import shutil
 import sqlite3
 import struct
+from collections import Counter
 from contextlib import closing
 
 import pytest
@@ -19,13 +18,15 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from collage_monitor import wire
 from tests.server.store.sending import append
-from tests.server.store.stores import NOW
+from tests.server.store.stores import NOW, flip
 from tests.server.store.stores import opened as opened_store
 from tests.server.store.test_row_damage import damage, differing, questions, small_report, small_store
 
+pytestmark = pytest.mark.slow
+
 FLIPS = 25
 """By day; a small database has four million bits that are not zero or describe its tables."""
-NIGHTLY_FLIPS = 2000
+BY_NIGHT = pytest.param(2000, None, marks=pytest.mark.nightly)
 """About eight minutes, others each night; a test may take fifteen."""
 
 
@@ -93,33 +94,25 @@ def sweep(closed, folder, flips, seed, ask=questions, places=places):
     store = opened(folder)
     before = ask(store)
     store.close()
-    found: dict[str, int] = {}
-    known, wrong = places(path), []
+    known, wrong, found = places(path), [], Counter[str]()
     for _ in range(flips):
         place, bit = generator.choice(known), generator.randrange(8)
-        damaged = bytearray(good)
-        damaged[place] ^= 1 << bit
         for beside in ("-wal", "-shm"):
             path.with_name(path.name + beside).unlink(missing_ok=True)
-        path.write_bytes(damaged)
+        path.write_bytes(good)
+        flip(path, place, bit)
         what, different = outcome(folder, before, ask)
-        found[what] = found.get(what, 0) + 1
+        found[what] += 1
         if what == "silent":
             wrong.append((place, bit, different))
     return found, wrong
 
 
-def test_a_flipped_bit_of_the_file_gives_no_other_answer(closed, tmp_path):
-    found, wrong = sweep(closed, tmp_path, FLIPS, seed=1)
-    assert not wrong, wrong
-    assert found["told"] >= FLIPS // 10, found
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_no_flipped_bit_of_the_file_gives_another_answer(closed, tmp_path):
-    found, wrong = sweep(closed, tmp_path, NIGHTLY_FLIPS, seed=None)
+@pytest.mark.parametrize(("flips", "seed"), [(FLIPS, 1), BY_NIGHT])
+def test_a_flipped_bit_of_the_file_gives_no_other_answer(closed, tmp_path, flips, seed):
+    found, wrong = sweep(closed, tmp_path, flips, seed)
     assert not wrong, (found, wrong)
+    assert found["told"] >= FLIPS // 10, found
 
 
 @pytest.fixture
@@ -180,9 +173,8 @@ def test_an_index_that_leads_to_a_row_no_more_is_made_again(copied, tmp_path):
         before = questions(store)
     content, lost = copied.read_bytes(), 0
     for found in re.finditer(b"r1", content[(page - 1) * size : page * size]):
-        damaged = bytearray(content)
-        damaged[(page - 1) * size + found.start()] ^= 1
-        copied.write_bytes(damaged)
+        copied.write_bytes(content)
+        flip(copied, (page - 1) * size + found.start())
         with closing(opened(tmp_path)) as store:
             lost += questions(store) != before
             assert store.check_database().damaged == ()
@@ -199,9 +191,7 @@ CHECKED_TABLES = ("run", "layer", "stream", "event", "report", "layer_chunk", "m
 def test_the_check_ends_if_a_page_leads_back_to_rows_already_read(copied, tmp_path, table):
     """With 128 cells too many the last one's number is no larger than that of rows before."""
     [(page,)] = asked(copied, "SELECT rootpage FROM sqlite_master WHERE type = 'table' AND name = ?", (table,))
-    damaged = bytearray(copied.read_bytes())
-    damaged[(page - 1) * page_size(copied) + CELL_COUNT] ^= 0x80
-    copied.write_bytes(damaged)
+    flip(copied, (page - 1) * page_size(copied) + CELL_COUNT, 7)
     goes_on = itertools.count()
     with closing(opened(tmp_path)) as store:
         assert store.check_database(lambda: next(goes_on) < 20).damaged
@@ -217,9 +207,7 @@ def flip_in_index(path, index, entry, place, bit):
     """Flip a bit of the entry's bytes in the index, which is out of order afterwards."""
     size = page_size(path)
     [(page,)] = asked(path, "SELECT rootpage FROM sqlite_master WHERE name = ?", (index,))
-    content = bytearray(path.read_bytes())
-    content[content.index(entry, (page - 1) * size, page * size) + place] ^= 1 << bit
-    path.write_bytes(content)
+    flip(path, path.read_bytes().index(entry, (page - 1) * size, page * size) + place, bit)
 
 
 def test_an_event_whose_number_is_taken_in_a_damaged_index_is_refused(store):
@@ -264,9 +252,7 @@ def test_a_key_that_is_no_text_any_more_is_named_and_its_row_still_found(store):
     """An index made again from it would no longer lead to the row."""
     before = questions(store)
     store.close()
-    content = bytearray(store.path.read_bytes())
-    content[content.index(b"r1attempt/1")] ^= 0x80
-    store.path.write_bytes(content)
+    flip(store.path, store.path.read_bytes().index(b"r1attempt/1"), 7)
     store.open()
     damaged = store.check_database().damaged
     assert [told.partition(":")[0] for told in damaged] == ["run �1", "the database's file"]

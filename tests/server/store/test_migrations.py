@@ -1,7 +1,5 @@
 """Migrations: from empty to the tables of the code, idempotent, never backwards, and by command."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from contextlib import closing
@@ -77,6 +75,7 @@ def held(old, new):
     return bool(old == new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("revision", ["r0011", "r0014"])
 def test_a_database_of_an_earlier_server_is_taken_over_and_nothing_is_lost(tmp_path, revision):
     """`upgrades/` keeps databases that earlier code made: two ranks and a second launch, in chunks and in reports
@@ -84,6 +83,7 @@ def test_a_database_of_an_earlier_server_is_taken_over_and_nothing_is_lost(tmp_p
     files = {path.suffixes[0]: gzip.decompress(path.read_bytes()) for path in UPGRADES.glob(f"{revision}.*")}
     (tmp_path / "collage.sqlite").write_bytes(files[".sqlite"])
     with running(Settings(folder=tmp_path, no_auth=True), Clock()) as server:
+        check_schema(server.app.state.collage.store)
         for _ in range(2):
             for path, text in json.loads(files[".answers"]).items():
                 now = server.client.get(f"/api/v1{path}").text
@@ -97,7 +97,6 @@ def test_a_database_of_an_earlier_server_is_taken_over_and_nothing_is_lost(tmp_p
         assert server.app.state.collage.store.check_database().damaged == ()
 
 
-@pytest.mark.slow
 def test_the_command_migrates_postgresql_and_says_the_revision(empty_database):
     for _ in range(2):
         result = CliRunner().invoke(migrate, ["--database", empty_database, "--json"])
@@ -112,7 +111,6 @@ def test_sqlite_is_not_its_business(tmp_path):
     assert "`serve` migrates SQLite" in result.output
 
 
-@pytest.mark.slow
 def test_a_locked_table_is_given_up_on(empty_database):
     engine = PostgresqlStore(empty_database, stale_after_seconds=600.0, unsafe=True)._connect()
     with engine.begin() as connection:

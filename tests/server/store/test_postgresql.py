@@ -1,7 +1,5 @@
 """PostgreSQL under the contract, and what only PostgreSQL has: several servers, partitions, refused clusters."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging
@@ -27,10 +25,8 @@ from tests.server.store.incidents import IncidentsContract
 from tests.server.store.laws import LawsContract
 from tests.server.store.life import LifeContract
 from tests.server.store.postgresql import SETTINGS, Cluster, programs_or_skip
-from tests.server.store.ranks import PartsContract, RanksContract
-from tests.server.store.replicas import ReplicasContract
-from tests.server.store.sealed import SealedContract
-from tests.server.store.sealing import KilledContract, SealingContract
+from tests.server.store.ranks import PartsContract, RanksContract, ReplicasContract
+from tests.server.store.sealing import KilledContract, SealedContract, SealingContract
 from tests.server.store.second_writers import SecondWritersContract
 from tests.server.store.seen import seen, unchanged
 from tests.server.store.sending import append, fill, launch, send
@@ -38,6 +34,7 @@ from tests.server.store.stores import ALL, NOW, opened, reopening, rows, seal_al
 from tests.waiting import PATIENCE_SECONDS, at_once, beside, until
 
 pytestmark = pytest.mark.slow
+END = "pg_terminate_backend(pid)"
 
 
 @pytest.fixture
@@ -86,17 +83,12 @@ def test_chunks_are_partitioned_by_run_and_blocks_stored_as_they_are(store):
     assert strategies == dict.fromkeys(("point_chunk", "model_chunk", "layer_chunk", "scalar_chunk"), "h")
 
 
-def test_an_empty_database_is_refused_until_it_is_migrated(empty_database):
+def test_an_empty_database_is_refused_until_it_is_migrated_by_several_servers_at_once(empty_database):
     with pytest.raises(StoreUnusable, match="collage-monitor setup database"):
         opened(empty_database)
-    store = PostgresqlStore(empty_database, stale_after_seconds=600.0)
-    store.migrate()
-    store.migrate()
-    opened(empty_database).close()
-
-
-def test_servers_migrating_at_once_do_it_once(empty_database):
-    at_once(*[PostgresqlStore(empty_database, stale_after_seconds=600.0).migrate for _ in range(4)])
+    servers = [PostgresqlStore(empty_database, stale_after_seconds=600.0) for _ in range(4)]
+    at_once(*[server.migrate for server in servers])
+    servers[0].migrate()
     opened(empty_database).close()
 
 
@@ -154,8 +146,7 @@ def test_so_is_a_database_that_does_not_wait_for_its_log(database, execute):
         opened(database)
 
 
-def test_two_servers_take_the_same_reports_and_store_each_once(store, other):
-    stream = fill(store)
+def test_two_servers_take_the_same_reports_and_store_each_once(store, stream, other):
 
     def sent(server, order):
         return sum(append(server, stream, report(seq, seq + 1)).accepted for seq in order)
@@ -185,16 +176,12 @@ def test_two_servers_creating_the_same_things_make_one_of_each(store, other):
 def test_two_servers_that_evaluate_a_run_at_once_keep_one_overview(store, other):
     fill(store)
     assert due_runs(store)
-    record, together = store.runs.get("r1"), threading.Barrier(2)
+    record, together = store.runs.get("r1"), threading.Barrier(2, timeout=PATIENCE_SECONDS)
 
     def put(server):
-        try:
-            for _ in range(50):
-                together.wait(PATIENCE_SECONDS)
-                server.summaries.put(record, wire.Overview(run_id="r1", headline="as it is"))
-        except Exception:
-            together.abort()
-            raise
+        for _ in range(50):
+            together.wait()
+            server.summaries.put(record, wire.Overview(run_id="r1", headline="as it is"))
 
     at_once(lambda: put(store), lambda: put(other))
     assert store.summaries.overview("r1").headline == "as it is"
@@ -218,9 +205,7 @@ def test_a_sealer_that_loses_its_claim_makes_nothing_visible(store, other, clust
     def cut():
         with writing() as connection:
             yield connection
-        cluster.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE state = 'idle in transaction'"
-        )
+        cluster.execute(f"SELECT {END} FROM pg_stat_activity WHERE state = 'idle in transaction'")
 
     with monkeypatch.context() as broken:
         broken.setattr(store, "writing", cut)
@@ -239,27 +224,21 @@ def test_a_claim_outlasts_the_time_that_a_transaction_may_idle(store, other, clu
         assert mine
         later.execute(text("SELECT 1"))
         process_id = later.connection.driver_connection.info.backend_pid
-        until(
-            lambda: cluster.execute(f"SELECT count(*) FROM pg_stat_activity WHERE pid = {process_id}") == "0",
-            "the end of a transaction that began to idle after the claim",
-        )
+        left = f"SELECT count(*) FROM pg_stat_activity WHERE pid = {process_id}"
+        until(lambda: cluster.execute(left) == "0", "the end of a transaction that began to idle after the claim")
         later.invalidate()
         with store._claim("r1") as theirs:
             assert not theirs
         other._require_claim()
 
 
-def test_a_session_that_only_reads_is_let_go(store, cluster, caplog):
+def test_a_session_that_only_reads_is_let_go(store, stream, cluster, caplog):
     """Another server has taken over, and this one came back to its address: told to come later, not a failure.
 
     The database's own words, which may name hosts, are for the log.
     """
-    stream = fill(store)
     database = store.engine.url.database
-    for wrong in (
-        lambda: append(store, stream, report(0, 1)),
-        lambda: launch(store, 2, 1),
-    ):
+    for wrong in (lambda: append(store, stream, report(0, 1)), lambda: launch(store, 2, 1)):
         cluster.execute(f"ALTER DATABASE {database} SET default_transaction_read_only = on")
         store.engine.dispose()
         caplog.clear()
@@ -279,8 +258,7 @@ def test_a_run_can_be_deleted_while_another_server_seals_it(store, other):
         store.sealing.seal("r1", NOW)
 
 
-def test_servers_sealing_and_taking_reports_at_once_lose_nothing(store, other):
-    stream = fill(store)
+def test_servers_sealing_and_taking_reports_at_once_lose_nothing(store, stream, other):
     with beside(lambda: store.sealing.seal("r1", NOW)), beside(lambda: other.sealing.seal("r1", NOW)):
         for start in range(0, 200, 10):
             send(store if start % 20 else other, stream, range(start + 1, start + 11), first_seq=start)
@@ -291,15 +269,12 @@ def test_servers_sealing_and_taking_reports_at_once_lose_nothing(store, other):
     assert (again.accepted, again.duplicates) == (0, 200)
 
 
-def test_a_commit_that_finds_its_connection_lost_gives_up_the_idle_ones_too(store, cluster, caplog):
-    stream = fill(store)
+def test_a_commit_that_finds_its_connection_lost_gives_up_the_idle_ones_too(store, stream, cluster, caplog):
     connections = [store.engine.connect() for _ in range(4)]
     database = connections[0].scalar(text("SELECT current_database()"))
     for connection in connections:
         connection.close()
-    lost = cluster.execute(
-        f"SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE datname = '{database}'"
-    )
+    lost = cluster.execute(f"SELECT count({END}) FROM pg_stat_activity WHERE datname = '{database}'")
     assert int(lost) >= 4
     with pytest.raises(Busy, match=r"cannot do this now; send this again later$"):
         append(store, stream, report(0, 1))
@@ -317,8 +292,7 @@ def test_a_connection_that_nobody_answers_is_given_up_soon_unless_the_address_sa
         store.close()
 
 
-def test_reports_are_taken_in_two_round_trips(store, tmp_path):
-    stream = fill(store)
+def test_reports_are_taken_in_two_round_trips(store, stream, tmp_path):
     append(store, stream, report(0, 1))
     with (tmp_path / "trace").open("w+") as trace:
         event.listen(store.engine, "checkout", lambda driver, *_: driver.pgconn.trace(trace.fileno()))

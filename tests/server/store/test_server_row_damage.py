@@ -1,13 +1,13 @@
 """Damaged rows of the server itself: tokens, audit log, incidents, silences, views, and what is said of runs."""
 
-from __future__ import annotations
-
-import contextlib
 import logging
-import random
+import shutil
 import sqlite3
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -23,19 +23,12 @@ from collage_monitor import wire
 from tests.server.reads import evaluate_due
 from tests.server.store.incidents import LOW, silence
 from tests.server.store.stores import NOW
-from tests.server.store.test_database_check import FLIPS, flip_in_index, opened, places, sweep
-from tests.server.store.test_row_damage import (
-    OF_SERVER,
-    SAMPLE,
-    answers_of,
-    cells_of,
-    damage,
-    differing,
-    put,
-    small_store,
-)
+from tests.server.store.test_database_check import FLIPS, asked, flip_in_index, opened, page_size, places, sweep
+from tests.server.store.test_row_damage import OF_SERVER, SAMPLE, answers_of, cells, damage, silent, small_store
 
-NIGHTLY_FLIPS = 400
+ALL_PAGES = "SELECT name, pageno FROM dbstat"
+pytestmark = pytest.mark.slow
+
 WITHOUT_CHECKS = {
     "lease": "written anew every few seconds; whoever holds another archive's id refuses to serve",
     "log_out": "a log-out token that is taken twice ends no more sessions than once",
@@ -46,9 +39,8 @@ WITHOUT_CHECKS = {
 
 
 def entry(number):
-    return wire.AuditLogEntry(
-        act_id=f"act-{number}", time=NOW + number, actor="host:ada", action="token.create", subject=f"t{number}"
-    )
+    about: dict[str, Any] = {"actor": "host:ada", "action": "token.create", "subject": f"t{number}"}
+    return wire.AuditLogEntry(act_id=f"act-{number}", time=NOW + number, **about)
 
 
 def served_store(folder):
@@ -56,9 +48,8 @@ def served_store(folder):
     store = small_store(folder)
     roles: tuple[wire.Role, ...] = ("read", "ingest")
     for number, role in enumerate(roles):
-        token = wire.Token(
-            token_id=f"t{number}", name="ada", role=role, projects=["p"], created_at=NOW, created_by="host:ada"
-        )
+        made: dict[str, Any] = {"created_at": NOW, "created_by": "host:ada"}
+        token = wire.Token(token_id=f"t{number}", name="ada", role=role, projects=["p"], **made)
         if number:
             token = msgspec.structs.replace(token, subject="ada", expires_at=NOW + 900.0, idle_seconds=60.0)
         store.access.add_token(token, digest_of(f"secret {number}"), [entry(number)], "session" if number else None)
@@ -79,7 +70,7 @@ def served_store(folder):
 
 @pytest.fixture
 def store(tmp_path):
-    with contextlib.closing(served_store(tmp_path)) as store:
+    with closing(served_store(tmp_path)) as store:
         yield store
 
 
@@ -87,15 +78,10 @@ def store(tmp_path):
 def told_in_the_log():
     """What is left out of answers is told there, once an hour."""
     found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     row_checks.tell_damage.cache_clear()
     logger = logging.getLogger(row_checks.__name__)
-    logger.addHandler(handler)
-    try:
+    with mock.patch.object(logger, "handle", lambda record: found.append(record.getMessage())):
         yield found
-    finally:
-        logger.removeHandler(handler)
 
 
 def of_snapshot(store, ask):
@@ -105,7 +91,7 @@ def of_snapshot(store, ask):
 
 def questions(store):
     """Each question with its answer, or the error; a row that is left out is one, for the log tells it."""
-    asked = {
+    every = {
         "tokens": store.access.tokens,
         "who may enter": store.access.unrevoked_tokens,
         "audit log": lambda: store.access.audit_log(None, 10),
@@ -119,8 +105,8 @@ def questions(store):
         "newest": lambda: of_snapshot(store, lambda now: newest_points(now, now.records(["r1"]))),
         "live": lambda: of_snapshot(store, lambda now: now.live_runs(None, NOW, None, 10).runs),
     }
-    found = {}
-    for name, ask in asked.items():
+    found: dict[str, Any] = {}
+    for name, ask in every.items():
         with told_in_the_log() as told:
             found |= answers_of({name: ask})
         if told:
@@ -130,7 +116,7 @@ def questions(store):
 
 def after_a_round(store):
     """The answers once what the check has removed is made again, as a server does in the background."""
-    with contextlib.suppress(ServerError):
+    with suppress(ServerError):
         evaluate_due(store)
     return questions(store)
 
@@ -148,23 +134,8 @@ def is_found_by_the_check(store, table, row):
 
 @pytest.mark.parametrize("table", OF_SERVER, ids=lambda table: table.name)
 def test_no_damaged_row_gives_another_answer(store, table):
-    before, generator, refused = questions(store), random.Random(2), 0
-    assert not any(isinstance(answer, Exception) for answer in before.values()), before
-    with closing(sqlite3.connect(store.path)) as connection:
-        for column in table.c:
-            every = list(cells_of(connection, table, column))
-            for name, _, row, value, bad in generator.sample(every, min(SAMPLE, len(every))):
-                try:
-                    put(connection, name, column, row, bad)
-                except sqlite3.IntegrityError:
-                    continue  # NaN, which SQLite keeps as null.
-                after = questions(store)
-                different = differing(before, after)
-                found = is_found_by_the_check(store, table, row)
-                assert found or not different, (column.name, value, bad, different)
-                refused += any(isinstance(answer, Exception) for answer in after.values())
-                put(connection, name, column, row, value)
-    assert questions(store) == before
+    wrong, refused = silent(store, partial(cells, table, sample=SAMPLE), questions, is_found_by_the_check)
+    assert not wrong
     assert refused >= SAMPLE or table is schema.replica_mismatch, "its rows are counted, none is shown"
 
 
@@ -176,9 +147,8 @@ def test_rows_that_their_index_does_not_lead_to_are_told(store):
     store.open()
     with told_in_the_log() as told:
         assert store.access.tokens() == []
-    assert sorted(message[:57] for message in told) == [
-        f"left out: the row of `token` with token_id '{key}' cannot be" for key in ("t0", "t1")
-    ]
+    rows = [f"left out: the row of `token` with token_id '{key}' cannot be" for key in ("t0", "t1")]
+    assert sorted(message[:57] for message in told) == rows
 
 
 def test_a_damaged_token_opens_nothing_and_all_others_do(store):
@@ -201,8 +171,7 @@ def test_a_damaged_session_that_its_provider_ends_is_gone(store):
     damage(store, "UPDATE token SET role = 'admin' WHERE token_id = 't1'")
     log_out = LogOut(b"0" * 32, NOW + 9.0, "ada", None)
     assert store.access.end_sessions(log_out, NOW + 1.0, lambda token_id: entry(7)) == ["t1"]
-    with closing(sqlite3.connect(store.path)) as connection:
-        assert connection.execute("SELECT token_id FROM token").fetchall() == [("t0",)]
+    assert asked(store.path, "SELECT token_id FROM token") == [("t0",)]
 
 
 def test_a_damaged_entry_of_the_audit_log_is_named_in_its_page(store):
@@ -241,31 +210,21 @@ def closed(tmp_path_factory):
 
 def of_server(path):
     """Bytes of the pages of the server's tables and their indexes, not of the tables' description."""
-    names = [f"{table.name}%" for table in OF_SERVER]
-    with closing(sqlite3.connect(path)) as connection:
-        size = connection.execute("PRAGMA page_size").fetchone()[0]
-        chosen = " OR ".join("name LIKE ? OR name LIKE 'sqlite_autoindex_' || ?" for _ in names)
-        twice = [name for one in names for name in (one, one)]
-        pages = {page for (page,) in connection.execute(f"SELECT pageno FROM dbstat WHERE {chosen}", twice)}
+    names, size = tuple(table.name for table in OF_SERVER), page_size(path)
+    known = ((name.removeprefix("sqlite_autoindex_"), page) for name, page in asked(path, ALL_PAGES))
+    pages = {page for name, page in known if name.startswith(names)}
     return [place for place in places(path) if place // size + 1 in pages]
 
 
-def test_a_flipped_bit_of_the_file_gives_no_other_answer(closed, tmp_path):
-    found, wrong = sweep(closed, tmp_path, FLIPS, seed=3, ask=after_a_round, places=of_server)
+@pytest.mark.parametrize(("flips", "seed"), [(FLIPS, 3), pytest.param(400, None, marks=pytest.mark.nightly)])
+def test_a_flipped_bit_of_the_file_gives_no_other_answer(closed, tmp_path, flips, seed):
+    found, wrong = sweep(closed, tmp_path, flips, seed, after_a_round, of_server)
     assert not wrong, (found, wrong)
-    assert found.get("told", 0) >= FLIPS // 10, found
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_no_flipped_bit_of_the_file_gives_another_answer(closed, tmp_path):
-    found, wrong = sweep(closed, tmp_path, NIGHTLY_FLIPS, seed=None, ask=after_a_round, places=of_server)
-    assert not wrong, (found, wrong)
+    assert found["told"] >= FLIPS // 10, found
 
 
 def test_a_file_without_these_checks_is_taken_over(closed, tmp_path):
-    path = tmp_path / "collage.sqlite"
-    path.write_bytes((closed / "collage.sqlite").read_bytes())
+    path = shutil.copy(closed / "collage.sqlite", tmp_path)
     with closing(sqlite3.connect(path)) as connection, connection:
         for table in OF_SERVER:
             connection.execute(f"ALTER TABLE {table.name} DROP COLUMN checks")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import sqlite3
-import threading
-import typing
+import time
+from typing import Any, get_args
 
 import pytest
 from collage_server.errors import StoreUnusable
 from collage_server.store import GroupQuery, TableQuery
 from collage_server.store.chunks.blobs import BLOBS_OPENED
 from collage_server.store.engine.database_files import network_file_system
+from collage_server.store.row_helpers import add_numbers, contains, ranges_from_json, ranges_to_json
 from collage_server.store.sealing.slice_deletion import _Pace
+from hypothesis import given
+from hypothesis import strategies as st
 from sqlalchemy import event, text
 from sqlalchemy.exc import ProgrammingError
 
@@ -25,13 +29,12 @@ from tests.server.store.events import EventsContract
 from tests.server.store.incidents import IncidentsContract
 from tests.server.store.laws import LawsContract
 from tests.server.store.life import NEVER, LifeContract, filled
-from tests.server.store.ranks import PartsContract, RanksContract
-from tests.server.store.replicas import ReplicasContract
-from tests.server.store.sealed import SealedContract
-from tests.server.store.sealing import KilledContract, SealingContract
+from tests.server.store.ranks import PartsContract, RanksContract, ReplicasContract
+from tests.server.store.sealing import KilledContract, SealedContract, SealingContract
 from tests.server.store.second_writers import SecondWritersContract
 from tests.server.store.sending import fill, send
 from tests.server.store.stores import NOW, opened, reopening
+from tests.waiting import beside
 
 
 @pytest.fixture
@@ -112,37 +115,26 @@ def test_rows_that_nobody_reads_to_their_end_do_not_keep_their_snapshot(store):
             next(unread)
 
 
+OF_A_GROUP: dict[str, Any] = {"project": "p", "strategy": "plain", "group": "g", "tag": "t", "q": "r"}
+CHOSEN = (dict[str, Any](), {"health": "healthy"}, {"state": "stale"}, OF_A_GROUP, {"run_ids": ("r0", "r1")})
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        {},
-        {"health": "healthy"},
-        {"state": "stale"},
-        {"project": "p", "strategy": "plain", "group": "g", "tag": "t", "q": "r"},
-        {"run_ids": ("r0", "r1")},
-    ],
-    ids=lambda chosen: " ".join(chosen) or "all",
-)
+@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda chosen: " ".join(chosen) or "all")
 def test_runs_are_ordered_and_grouped_without_a_look_at_their_wide_rows(store, chosen):
     """Whatever is asked: else SQLite reads each run's sentences, too, where it looks for a number."""
     for place in range(3):
         fill(store, f"r{place}", f"s{place}")
     asked = []
-
-    def note(_connection, _cursor, statement, parameters, _context, _many):
-        asked.append((statement, parameters))
-
-    event.listen(store.engine, "before_cursor_execute", note)
-    for sort in typing.get_args(wire.RunSort):
+    event.listen(store.engine, "before_cursor_execute", lambda _c, _u, *told: asked.append(told[:2]))
+    for sort in get_args(wire.RunSort):
         store.table.page(TableQuery(sort=sort, **chosen), NOW, 600.0)
-        for by in typing.get_args(wire.GroupBy):
+        for by in get_args(wire.GroupBy):
             for group in store.table.groups(GroupQuery(by=by, sort=sort, **chosen), NOW, 600.0).rows:
                 opened = GroupQuery(by=by, sort=sort, opened=[group.key], limit=1, offset=1, **chosen)
                 store.table.groups(opened, NOW, 600.0)
-    event.remove(store.engine, "before_cursor_execute", note)
     ordering = [(text, values) for text, values in asked if "run_summary" in text and ".overview" not in text]
-    assert len(ordering) > len(typing.get_args(wire.RunSort))
+    assert len(ordering) > len(get_args(wire.RunSort))
     with store.reading() as connection:
         for text, values in ordering:
             plan = [row.detail for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", values)]
@@ -183,28 +175,20 @@ def test_the_log_gives_back_what_it_took_beside_a_long_reader(store):
 @pytest.mark.slow
 def test_readers_without_a_pause_do_not_make_the_log_grow_for_good(store):
     """One begins before the other ends: without help the log would never begin anew."""
-    done = threading.Event()
+    held = [contextlib.ExitStack()]
 
     def read():
-        held = contextlib.ExitStack()
-        while not done.is_set():
-            following = contextlib.ExitStack()
-            following.enter_context(store.reading()).exec_driver_sql("SELECT count(*) FROM run").scalar()
-            held.close()
-            held = following
-            done.wait(0.02)
-        held.close()
+        held.append(contextlib.ExitStack())
+        held[1].enter_context(store.reading()).exec_driver_sql("SELECT count(*) FROM run").scalar()
+        held.pop(0).close()
+        time.sleep(0.02)
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
+    with beside(read):
         for _ in range(20):
             write(store, 8)
             store.checkpoint_log()
         assert log_of(store).stat().st_size < 100 * 2**20
-    finally:
-        done.set()
-        reader.join()
+    held[0].close()
 
 
 def test_a_file_that_is_no_database_is_refused_with_a_sentence(tmp_path):
@@ -246,8 +230,7 @@ def test_no_empty_database_takes_the_place_of_one_that_is_gone(tmp_path, lost):
 @pytest.mark.slow
 def test_of_two_servers_on_one_file_one_seals_at_a_time(store):
     other = opened(store.path)
-    stream = fill(store)
-    send(store, stream, range(1, 41))
+    send(store, fill(store), range(1, 41))
     with store._claim("r1") as mine:
         assert mine
         assert not other.sealing.seal("r1", NOW)
@@ -274,17 +257,11 @@ def mounts(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("folder", "kind"),
-    [
-        ("deep/below", "nfs4"),
-        ("with space", "cifs"),
-        ("remote/data", "fuse.sshfs"),
-        ("local", None),
-        ("local/data", None),
-        ("lxc", None),
-    ],
-)
+KINDS: dict[str, str | None] = {"deep/below": "nfs4", "with space": "cifs", "remote/data": "fuse.sshfs"}
+KINDS |= dict.fromkeys(("local", "local/data", "lxc"))
+
+
+@pytest.mark.parametrize(("folder", "kind"), KINDS.items())
 def test_what_kind_of_disk_holds_a_folder(mounts, folder, kind):
     assert network_file_system(mounts / folder) == kind
 
@@ -359,3 +336,18 @@ def test_a_deletion_takes_fewer_rows_where_they_are_slow():
     for _ in range(20):
         pace.took(pace.rows, 0.001)
     assert pace.rows > first
+
+
+@pytest.mark.slow
+@given(st.lists(st.lists(st.integers(min_value=0, max_value=60))))
+def test_ranges_are_the_set_of_their_numbers(batches):
+    ranges: list[tuple[int, int]] = []
+    expected: set[int] = set()
+    for batch in batches:
+        ranges = add_numbers(ranges, batch)
+        expected |= set(batch)
+    assert {number for number in range(-1, 63) if contains(ranges, number)} == expected
+    assert all(first <= last for first, last in ranges)
+    gaps = itertools.pairwise(ranges)
+    assert all(before[1] + 1 < after[0] for before, after in gaps)
+    assert ranges_from_json(ranges_to_json(ranges)) == ranges
