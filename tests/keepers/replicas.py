@@ -151,10 +151,9 @@ class Rounded(Remainder):
 
     def decode(self, parameter, low, sign):
         if parameter.dtype == torch.bfloat16:
-            high = parameter.view(torch.int16).int() - (low < 0).int()
-            if self.fault == "sign":
-                # A reader that forgets to borrow from the high half.
-                high = parameter.view(torch.int16).int()
+            # A faulty reader forgets to borrow from the high half.
+            borrowed = 0 if self.fault == "sign" else (low < 0).int()
+            high = parameter.view(torch.int16).int() - borrowed
             return ((high << 16) | (low.int() & 0xFFFF)).view(torch.float32)
         r = parameter.float().sign() * low.float() * _unit(parameter, 16)
         inwards = (low < 0) & (parameter.view(torch.int16) & 0x3FF == 0)

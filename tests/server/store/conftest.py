@@ -2,6 +2,7 @@
 
 import itertools
 import tempfile
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -11,14 +12,15 @@ from tests.server.store.postgresql import Cluster, programs_or_skip
 from tests.server.store.seaweed import ObjectStore, program_or_skip
 from tests.server.store.sending import fill
 
+HERE = Path(__file__).parent
 _numbers = itertools.count()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """What needs a cluster or an object store is slow."""
+    """What needs a cluster or an object store is slow, here."""
     for item in items:
-        if {"cluster", "object_store"} & {*getattr(item, "fixturenames", ())}:
+        if item.path.parent == HERE and {"cluster", "object_store"} & {*getattr(item, "fixturenames", ())}:
             item.add_marker(pytest.mark.slow)
 
 

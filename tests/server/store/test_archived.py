@@ -21,42 +21,16 @@ from tests.server.store.life import LifeContract
 from tests.server.store.ranks import PartsContract, RanksContract, ReplicasContract
 from tests.server.store.sealing import KilledContract, SealedContract, SealingContract
 from tests.server.store.second_writers import SecondWritersContract
-from tests.server.store.stores import opened, reopening
+from tests.server.store.stores import archive_all, opened, reopening
 
 pytestmark = pytest.mark.slow
 
 WAYS = [*product(("sqlite", "postgresql"), ("folder", "bucket"), ("in groups", "at once"))]
 
 
-class ArchivingSealing:
-    """Sealing that archives at once what it has sealed."""
-
-    def __init__(self, store):
-        self._sealing, self._archiving = store.sealing, store.archiving
-
-    def __getattr__(self, name):
-        return getattr(self._sealing, name)
-
-    @property
-    def limits(self):
-        """When the journal becomes chunks."""
-        return self._sealing.limits
-
-    @limits.setter
-    def limits(self, limits):
-        self._sealing.limits = limits
-
-    def seal(self, run_id, *arguments, **more):
-        """Seal, then archive all that is due."""
-        parts = self._sealing.seal(run_id, *arguments, **more)
-        while self._archiving.archive(run_id):
-            pass
-        return parts
-
-
 @pytest.fixture
 def open_again(request, tmp_path, monkeypatch):
-    """Opens the same store, as often as it is called; "at once" what is sealed becomes files as when runs end."""
+    """Opens the same store, which archives all that is due once it has sealed; "at once": as when runs end."""
     backend, place, due = request.param
     monkeypatch.setattr(archive_plan, "_CHUNKS", {1: 2, 16: 2})
     if due == "at once":
@@ -69,7 +43,14 @@ def open_again(request, tmp_path, monkeypatch):
         # Another server has a cache of its own.
         cache = tmp_path / f"cache-{next(caches)}"
         store = opened(database, archive=Bucket(bucket, cache, 2**20) if bucket else Folder(tmp_path / "archive"))
-        store.sealing = ArchivingSealing(store)
+        seal = store.sealing.seal
+
+        def seal_and_archive(run_id, *arguments, **more):
+            parts = seal(run_id, *arguments, **more)
+            archive_all(store, run_id)
+            return parts
+
+        store.sealing.seal = seal_and_archive
         return store
 
     return open_store

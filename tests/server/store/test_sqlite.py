@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import shutil
 import sqlite3
-import time
+import threading
 from typing import Any, get_args
 
 import pytest
@@ -175,13 +175,13 @@ def test_the_log_gives_back_what_it_took_beside_a_long_reader(store):
 @pytest.mark.slow
 def test_readers_without_a_pause_do_not_make_the_log_grow_for_good(store):
     """One begins before the other ends: without help the log would never begin anew."""
-    held = [contextlib.ExitStack()]
+    held, pause = [contextlib.ExitStack()], threading.Event()
 
     def read():
         held.append(contextlib.ExitStack())
         held[1].enter_context(store.reading()).exec_driver_sql("SELECT count(*) FROM run").scalar()
         held.pop(0).close()
-        time.sleep(0.02)
+        pause.wait(0.02)
 
     with beside(read):
         for _ in range(20):
