@@ -10,6 +10,8 @@ from torch import nn
 
 from tests.keepers.published import MantissaAdamW, NestedAdamW, StackedMuon
 
+pytestmark = pytest.mark.slow
+
 BF16 = torch.bfloat16
 
 

@@ -249,6 +249,7 @@ def answered(query, rows):
         return [dict(row) for row in connection.execute(READ.sub(r'"\1"', query))]
 
 
+@pytest.mark.slow
 def test_the_documented_queries(server):
     """Against what the store itself reads; the folder and the file's name are columns that DuckDB adds."""
     server.filled(steps=range(1, 301))

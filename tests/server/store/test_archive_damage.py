@@ -10,6 +10,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from collage_server.store.archive.archived_file import ArchivedFile
 from collage_server.store.archive.file_storage import Folder
 from collage_server.store.archive.logged_values import read_logged
 from collage_server.store.archive.parquet import Rows, read_groups, read_layers
-from collage_server.store.archive.segments import Verification, Verified
+from collage_server.store.archive.segments import Verified
 from collage_server.store.backup import back_up, newest_backup, restore, verify_backup
 from collage_server.store.sealing import archive_plan
 from sqlalchemy import select, update
@@ -401,15 +402,6 @@ def test_the_verbs_name_what_is_damaged_and_heal_it(store, archive, tmp_path):
 
 def test_files_that_cannot_be_noted_as_verified_are_read_once():
     """Their rows are damaged, so that they stay due."""
-
-    class Unnoted(Verification):
-        def __init__(self):
-            """It needs no database."""
-
-        def due(self, *_):
-            return [SimpleNamespace(path="a"), SimpleNamespace(path="b")]
-
-        def verify(self, row, now):
-            return Verified(row.path, "r1", 1, None, healed=False)
-
-    assert [file.path for file in _verified(Unnoted(), [], NOW)] == ["a", "b"]
+    rows = [SimpleNamespace(path=path) for path in "ab"]
+    unnoted = mock.Mock(due=lambda *_: rows, verify=lambda row, _: Verified(row.path, "r1", 1, None, healed=False))
+    assert [file.path for file in _verified(unnoted, [], NOW)] == ["a", "b"]
