@@ -1,7 +1,5 @@
 """What all agent tests share: errors that the agent would swallow in training are raised."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from collage_agent import error_guard

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from collage_agent.handle import Watch, watch
+from collage_agent.handle import watch
 from collage_demo.corpus import batch, standard_library
 from collage_demo.models import ByteGPT, loss_of
 from torch import nn
@@ -19,6 +19,7 @@ from collage_monitor.metrics import METRICS
 from collage_monitor.statistics import finish_all, merge_steps
 
 Rows = dict[str, Any]
+Training = tuple[nn.Module, Callable[[int], torch.Tensor]]
 _VOCABULARY = 50_000
 INTERVALS = [name for name, entry in METRICS.items() if entry.interval is not None]
 
@@ -55,13 +56,13 @@ def _text() -> torch.Tensor:
     return standard_library().training
 
 
-def byte_gpt() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
+def byte_gpt() -> Training:
     torch.manual_seed(0)
     model = ByteGPT(layers=2, width=96).to(torch.bfloat16)
     return model, lambda step: loss_of(model, *batch(_text(), 4, 32, step))
 
 
-def rare_rows() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
+def rare_rows() -> Training:
     torch.manual_seed(0)
     model = RareRows().to(torch.bfloat16)
     shares = 1.0 / torch.arange(1, _VOCABULARY + 1, dtype=torch.float64)
@@ -74,32 +75,22 @@ def rare_rows() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
     return model, loss
 
 
-def study(
-    training: tuple[nn.Module, Callable[[int], torch.Tensor]],
-    optimizer: torch.optim.Optimizer,
-    *,
-    sample: int,
-    draws: int,
-    warm_up: int,
-    measured: int,
-    every: int = 3,
-) -> tuple[Coverage, Coverage]:
+def study(training, optimizer, *, sample, draws, warm_up, measured, every=3) -> tuple[Coverage, Coverage]:
     """Coverage of single steps, and of all measured steps merged, over `draws` samples of every sampled tensor."""
     model, loss_of_step = training
     _train(optimizer, loss_of_step, range(warm_up))
     options: dict[str, Any] = {"every": every, "oracle": True, "first_step": 1}
     whole = watch(model, optimizer, sample="all", **options)
     handles = [watch(model, optimizer, sample=sample, seed=seed, budget=None, **options) for seed in range(draws)]
-    truths: list[Rows] = []
-    found: list[list[Rows]] = [[] for _ in handles]
+    seen: list[list[Rows]] = [[] for _ in (whole, *handles)]
     for number in range(measured):
         start = warm_up + number * every
         _train(optimizer, loss_of_step, range(start, start + every))
-        truths.append(_rows(whole))
-        for rows, handle in zip(found, handles, strict=True):
-            rows.append(_rows(handle))
+        for rows, handle in zip(seen, (whole, *handles), strict=True):
+            rows.append(dict(handle._last.table()))
     for handle in (whole, *handles):
         handle.remove()
+    truths, *found = seen
     single = sum((_counted(truth, [rows[i] for rows in found]) for i, truth in enumerate(truths)), Coverage())
     return single, _counted(merge_steps(truths), [merge_steps(rows) for rows in found])
 
@@ -109,12 +100,6 @@ def _train(optimizer, loss_of_step, steps: Iterable[int]) -> None:
         optimizer.zero_grad()
         loss_of_step(step).backward()
         optimizer.step()
-
-
-def _rows(handle: Watch) -> Rows:
-    measurement = handle._last
-    assert measurement is not None
-    return dict(measurement.table())
 
 
 def _counted(truth: Rows, found: list[Rows]) -> Coverage:

@@ -1,13 +1,11 @@
 """95 % intervals hold the truth in 93 to 97 of 100 cases on one step, in 93 at least on merged steps."""
 
-from __future__ import annotations
-
 import pytest
-import torch
 from collage_agent.step import optimizer_oracles
 from collage_optim import CollageAdamW
 
-from tests.agent.coverage import INTERVALS, Coverage, byte_gpt, rare_rows, study
+from tests.agent.coverage import INTERVALS, byte_gpt, rare_rows, study
+from tests.agent.training import adamw
 
 pytestmark = pytest.mark.slow
 
@@ -20,20 +18,18 @@ def everything_by_samples(monkeypatch):
     monkeypatch.setattr(optimizer_oracles, "ORACLE_SAMPLE", 10**9)
 
 
-def plain(draws, sample, measured) -> tuple[Coverage, Coverage]:
+def plain(**options):
     training = byte_gpt()
-    optimizer = torch.optim.AdamW(training[0].parameters(), lr=2e-4, weight_decay=0.1)
-    return study(training, optimizer, sample=sample, draws=draws, warm_up=10, measured=measured)
+    return study(training, adamw(training[0].parameters(), 2e-4, weight_decay=0.1), warm_up=10, **options)
 
 
-def embedding(draws, sample, measured) -> tuple[Coverage, Coverage]:
+def embedding(**options):
     training = rare_rows()
-    optimizer = torch.optim.AdamW(training[0].parameters(), lr=1e-3, weight_decay=0.0)
-    return study(training, optimizer, sample=sample, draws=draws, warm_up=20, measured=measured)
+    return study(training, adamw(training[0].parameters(), weight_decay=0.0), warm_up=20, **options)
 
 
-def check(single: Coverage, merged: Coverage, rare: tuple[Coverage, Coverage], at_least: int) -> None:
-    single, merged = single + rare[0], merged + rare[1]
+def check(common, rare, at_least):
+    single, merged = (one + other for one, other in zip(common, rare, strict=True))
     for metric in INTERVALS:
         seen = f"{metric}: {single} merged {merged} embedding {rare}"
         assert single.given[metric] >= at_least
@@ -45,15 +41,14 @@ def check(single: Coverage, merged: Coverage, rare: tuple[Coverage, Coverage], a
 
 @pytest.mark.nightly
 def test_intervals_of_a_byte_gpt_and_of_an_embedding_of_rare_rows():
-    check(*plain(50, 2048, 4), embedding(50, 4096, 4), at_least=2000)
+    options = {"draws": 50, "measured": 4}
+    check(plain(sample=2048, **options), embedding(sample=4096, **options), at_least=2000)
 
 
 @pytest.mark.parametrize("draws", [10, pytest.param(30, marks=pytest.mark.nightly)])
 def test_intervals_of_what_the_forward_pass_sees_of_pairs(draws):
-    training = byte_gpt()
-    optimizer = CollageAdamW(
-        training[0].parameters(), lr=2e-4, weight_decay=0.1, betas=(0.9, 0.95), strategy="light"
-    )
+    training, options = byte_gpt(), {"lr": 2e-4, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+    optimizer = CollageAdamW(training[0].parameters(), strategy="light", **options)
     single, merged = study(training, optimizer, sample=2048, draws=draws, warm_up=10, measured=2)
     for metric in VISIBLE:
         assert single.given[metric] >= 20 * draws
@@ -64,4 +59,5 @@ def test_intervals_of_what_the_forward_pass_sees_of_pairs(draws):
 @pytest.mark.nightly
 @pytest.mark.parametrize("sample", [1024, 2048, 4096])
 def test_intervals_of_many_draws(sample):
-    check(*plain(200, sample, 6), embedding(200, max(sample, 2048), 6), at_least=10_000)
+    options = {"draws": 200, "measured": 6}
+    check(plain(sample=sample, **options), embedding(sample=max(sample, 2048), **options), at_least=10_000)

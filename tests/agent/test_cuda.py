@@ -1,13 +1,12 @@
 """The agent on a CUDA device: training stays bit-identical, nothing waits, and the numbers are the host's."""
 
-from __future__ import annotations
-
 import copy
 import math
 import subprocess
 import sys
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import collage_agent as collage
@@ -20,7 +19,7 @@ from collage_agent.transport import MemoryTransport
 from collage_optim import STRATEGIES, CollageAdamW
 
 from tests.agent.step.test_measurer import totals_of
-from tests.agent.training import mlp, train
+from tests.agent.training import adamw, mlp, train
 from tests.agent.watching.test_average_watch import check, lerp
 from tests.optim.models import give_gradients, parameters, tensors_of
 from tests.optim.with_triton import assert_same_sums
@@ -31,14 +30,14 @@ pytestmark = pytest.mark.gpu
 
 NEAREST = [name for name, strategy in STRATEGIES.items() if not strategy.stochastic]
 OPTIMIZERS = {
-    "AdamW for-loop": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=False),
-    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
-    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-    "AdamW capturable": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3, device="cuda"), capturable=True),
-    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-    "plus": lambda p: CollageAdamW(p, lr=1e-3, strategy="plus"),
-    "split-master": lambda p: CollageAdamW(p, lr=1e-3, strategy="split-master", seed=1),
-    "plus compiled": lambda p: CollageAdamW(p, lr=1e-3, strategy="plus", compiled=True),
+    "AdamW for-loop": partial(adamw, foreach=False),
+    "AdamW foreach": partial(adamw, foreach=True),
+    "AdamW fused": partial(adamw, fused=True),
+    "AdamW capturable": lambda p: adamw(p, lr=torch.tensor(1e-3, device="cuda"), capturable=True),
+    "SGD": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "plus": partial(CollageAdamW, lr=1e-3, strategy="plus"),
+    "split-master": partial(CollageAdamW, lr=1e-3, strategy="split-master", seed=1),
+    "plus compiled": partial(CollageAdamW, lr=1e-3, strategy="plus", compiled=True),
 }
 WATCHING: dict[str, Any] = {"every": 1, "sample": 512, "oracle": True, "windows": (2,), "budget": None}
 

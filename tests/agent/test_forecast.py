@@ -1,18 +1,17 @@
 """Forecasts of real trainings in bfloat16 beside what came, by schedule, seed and strategy."""
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
-from collage_agent.handle import watch
 from collage_agent.optim import CollageAdamW
 from torch import nn
 
 from collage_monitor.forecast import LOST, ForecastError
 from collage_monitor.schedule import parse_schedule
 from collage_monitor.statistics import finish, reduce_shards
-from tests.agent.training import mlp, train
+from tests.agent.training import mlp, train, watched
 
 STEPS, WATCHED, EVERY = 1200, 240, 5
 SCHEDULES = {
@@ -85,10 +84,9 @@ def trained(schedule, seed, strategy, steps):
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     after = (2 * torch.randn(64, 64, generator=generator)).softmax(-1)
-    model, planned = NextToken().bfloat16(), parse_schedule(schedule)
-    optimizer = CollageAdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, strategy=strategy)
-    lost, forecast = Lost(strategy), None
-    handle = watch(model, optimizer, every=EVERY, budget=None, reporter=lost)
+    lost, planned, forecast = Lost(strategy), parse_schedule(schedule), None
+    make = partial(CollageAdamW, lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, strategy=strategy)
+    model, optimizer, handle = watched(make, NextToken().bfloat16(), every=EVERY, reporter=lost)
     for step in range(1, steps + 1):
         tokens = torch.randint(0, 64, (32,), generator=generator)
         wanted = torch.multinomial(after[tokens], 1, generator=generator)[:, 0]
@@ -124,10 +122,8 @@ def test_the_onset_comes_within_a_tenth_of_the_steps(schedule, seed, strategy):
         assert off <= STEPS / 10, f"came at {came}: {found.text}"
 
 
-def test_a_handle_foretells_in_words_along_a_text_or_a_function():
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, budget=None)
+def test_a_handle_foretells_in_words_along_a_text_or_a_function_but_not_for_float32():
+    model, optimizer, handle = watched()
     with pytest.raises(ForecastError, match="train some steps first"):
         handle.forecast("constant:1e-3:0:1000")
     train(model, optimizer, 30)
@@ -137,25 +133,17 @@ def test_a_handle_foretells_in_words_along_a_text_or_a_function():
     assert str(by_text).endswith("and weights and optimizer states as there.")
     with pytest.raises(ValueError, match="kinds are"):
         handle.forecast("exponential:1e-3:0:1000")
-
-
-def test_weights_in_float32_are_not_foretold():
-    model = mlp(dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, budget=None)
-    train(model, optimizer, 5)
+    wide = watched(model=mlp(dtype=torch.float32))
+    train(*wide[:2], 5)
     with pytest.raises(ForecastError, match="weights are float32"):
-        handle.forecast("constant:1e-3:0:1000")
+        wide[2].forecast("constant:1e-3:0:1000")
 
 
 def test_what_a_forecast_needs_is_kept_in_bounded_memory():
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, budget=None)
+    model, optimizer, handle = watched()
     train(model, optimizer, 200)
     history = handle._assembly.history
     record = history.grids("plain")
-    assert record is not None
     assert 30 <= len(record.steps) < 64
     assert record.steps[-1] > 190
     assert max(later - earlier for earlier, later in zip(record.steps, record.steps[1:], strict=False)) <= 4

@@ -1,13 +1,11 @@
 """A guest's manners: optimizers of other makes, clones that talk, and steps that nobody counts."""
 
-from __future__ import annotations
-
+import collections
 import copy
-import functools
 import logging
-import math
 import sys
 import warnings
+from functools import partial
 
 import optimi
 import pytest
@@ -19,8 +17,10 @@ from collage_agent.handle import watch
 from collage_agent.intent.probe_runs import ProbeRun
 
 from collage_monitor.diagnosis import percent
+from tests.agent.intent.optimizers import ByParameter
+from tests.agent.intent.references import edq, rerun
 from tests.agent.test_watch import Recorder
-from tests.agent.training import mlp, mlp_loss, train
+from tests.agent.training import adamw, backward, mlp, mlp_loss, train, watched
 
 
 class PlainLookahead:
@@ -56,21 +56,10 @@ class BaseStepper(torch.optim.Optimizer):
         self.base_optimizer.step()
 
 
-def wrappers(model):
-    def inner():
-        return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    return {
-        "pytorch_optimizer": pytorch_optimizer.Lookahead(inner()),
-        "plain": PlainLookahead(inner()),
-        "groups": MasterWrapper(inner()),
-    }
-
-
-@pytest.mark.parametrize("name", ["pytorch_optimizer", "plain", "groups"])
-def test_a_wrapper_never_raises_and_names_the_optimizer_inside(name, caplog):
+@pytest.mark.parametrize("kind", [pytorch_optimizer.Lookahead, PlainLookahead, MasterWrapper])
+def test_a_wrapper_never_raises_and_names_the_optimizer_inside(kind, caplog):
     model, recorder = mlp(), Recorder()
-    wrapper = wrappers(model)[name]
+    wrapper = kind(adamw(model.parameters()))
     caplog.clear()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     handle = watch(model, wrapper, every=1, budget=None, reporter=recorder)
@@ -88,7 +77,7 @@ def test_a_wrapper_never_raises_and_names_the_optimizer_inside(name, caplog):
 
 def test_a_wrapper_that_only_passes_on_is_watched_inside():
     model, recorder = mlp(), Recorder()
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    inner = adamw(model.parameters())
     prepared = Accelerator(cpu=True).prepare_optimizer(inner)
     assert prepared is not inner
     handle = watch(model, prepared, every=1, budget=None, reporter=recorder)
@@ -139,28 +128,22 @@ def test_attaching_prints_nothing_of_the_clones(capfd, caplog, recwarn):
 
 @pytest.mark.filterwarnings("ignore:stepping")
 def test_a_measured_step_is_heard_as_often_as_without_the_agent(capfd, caplog):
-    model = mlp()
-    optimizer = Noisy(model.parameters(), lr=0.1)
-    handle = watch(model, optimizer, every=1, oracle=True, windows=(2,), budget=None)
+    model, optimizer, handle = watched(partial(Noisy, lr=0.1), oracle=True, windows=(2,))
     train(model, optimizer, 3)
     assert handle.summary()["model"]["edq_ratio"] > 0
     assert capfd.readouterr() == ("stepping" * 3, "stepping" * 3)
     assert [record.getMessage() for record in caplog.records] == ["stepping"] * 3
 
 
-def resumed_sgd(model):
-    first = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    train(model, first, 3)
-    second = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    second.load_state_dict(first.state_dict())
-    return second
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize(("shown", "first_steps"), [(0, [1]), (7, [8]), (None, [])])
 def test_an_optimizer_that_keeps_no_count_asks_for_the_first_step(shown, first_steps, caplog):
     """None: the run may show steps of other processes, which an attempt from step 1 would hide."""
     model, recorder = mlp(), Recorder()
-    optimizer = resumed_sgd(model)
+    optimizer = sgd(model.parameters())
+    train(model, optimizer, 3)
     handle = watch(model, optimizer, every=1, budget=None, reporter=recorder, last_step_shown=lambda: shown)
     train(model, optimizer, 2)
     (told,) = [record.getMessage() for record in caplog.records]
@@ -172,41 +155,31 @@ def test_an_optimizer_that_keeps_no_count_asks_for_the_first_step(shown, first_s
 
 def test_first_step_answers_and_a_fresh_optimizer_is_not_asked(caplog):
     model, recorder = mlp(), Recorder()
-    optimizer = resumed_sgd(model)
-    watch(model, optimizer, budget=None, reporter=recorder, first_step=501, last_step_shown=lambda: None)
-    train(model, optimizer, 1)
-    fresh = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    watch(model, fresh, budget=None, reporter=recorder, last_step_shown=lambda: None)
-    train(model, fresh, 1)
+    for taken, first_step in ((3, 501), (0, None)):
+        optimizer = sgd(model.parameters())
+        train(model, optimizer, taken)
+        watch(model, optimizer, reporter=recorder, first_step=first_step, last_step_shown=lambda: None)
+        train(model, optimizer, 1)
     assert recorder.first_steps == [501, 1]
     assert caplog.records == []
 
 
-def test_counts_that_are_kept_in_groups_are_read():
-    model, recorder = mlp(), Recorder()
-    optimizer = pytorch_optimizer.Lion(model.parameters(), lr=1e-3)
-    train(model, optimizer, 5)
-    watch(model, optimizer, budget=None, reporter=recorder)
-    train(model, optimizer, 1)
-    assert recorder.first_steps == [6]
-
-
 @pytest.mark.parametrize(
-    ("make", "first_step"),
+    ("kind", "first_step"),
     [
-        (lambda p: pytorch_optimizer.Ranger(p, lr=1e-3), 1),
-        (lambda p: optimi.Ranger(p, lr=1e-3), 1),
-        (lambda p: schedulefree.SGDScheduleFree(p, lr=1e-3), 6),
-        (lambda p: pytorch_optimizer.DAdaptSGD(p), 6),
+        (pytorch_optimizer.Ranger, 1),
+        (optimi.Ranger, 1),
+        (schedulefree.SGDScheduleFree, 6),
+        (pytorch_optimizer.DAdaptSGD, 6),
+        (pytorch_optimizer.Lion, 6),
     ],
 )
-def test_k_is_believed_where_it_counts_steps_and_not_where_it_is_a_period(make, first_step):
-    """A fresh Ranger's look-ahead period is 6; the others count their steps in a group's k."""
+def test_counts_in_groups_are_believed_and_not_a_k_that_is_a_period(kind, first_step):
+    """A fresh Ranger's look-ahead period is 6; two others count their steps in a group's k, Lion as `step`."""
     model, recorder = mlp(dtype=torch.float32), Recorder()
-    optimizer = make(model.parameters())
+    optimizer = kind(model.parameters(), lr=1e-3)
     getattr(optimizer, "train", bool)()
-    if first_step > 1:
-        train(model, optimizer, first_step - 1)
+    train(model, optimizer, first_step - 1)
     watch(model, optimizer, budget=None, reporter=recorder)
     train(model, optimizer, 1)
     assert recorder.first_steps == [first_step]
@@ -219,16 +192,14 @@ class FunctionalAdamW:
         self.param_groups = [
             {"params": list(parameters), "lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "decay": 0.1}
         ]
-        self.state = {}
+        self.state = collections.defaultdict(dict)
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             first, second = group["betas"]
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state.setdefault(parameter, {})
+                state = self.state[parameter]
                 if not state:
                     state.update(step=0, m=torch.zeros_like(parameter), v=torch.zeros_like(parameter))
                 state["step"] += 1
@@ -239,37 +210,19 @@ class FunctionalAdamW:
                 parameter.sub_(group["lr"] * m / (v.sqrt() + group["eps"]))
 
 
-def intended_by_hand(parameter, state, group):
-    """u of `FunctionalAdamW` in fp64, from its formula and what is stored."""
-    first, second = group["betas"]
-    theta, gradient = parameter.detach().double(), parameter.grad.double()
-    step = state.get("step", 0) + 1
-    m = first * state["m"].double() + (1 - first) * gradient if state else (1 - first) * gradient
-    v = second * state["v"].double() + (1 - second) * gradient**2 if state else (1 - second) * gradient**2
-    m, v = m / (1 - first**step), v / (1 - second**step)
-    return -group["lr"] * group["decay"] * theta - group["lr"] * m / (v.sqrt() + group["eps"])
-
-
 def test_steps_announced_by_hand_are_measured_against_fp64():
-    model, recorder = mlp(), Recorder()
-    optimizer = FunctionalAdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, sample="all", budget=None, reporter=recorder)
+    recorder = Recorder()
+    model, optimizer, handle = watched(partial(FunctionalAdamW, lr=1e-3), sample="all", reporter=recorder)
     assert handle.info.intent == "shadow"
     assert handle.info.optimizer == "FunctionalAdamW"
-    group = optimizer.param_groups[0]
     for step in range(4):
-        model.zero_grad()
-        mlp_loss(model, step).backward()
-        intended = [intended_by_hand(p, optimizer.state.get(p, {}), group) for p in model.parameters()]
-        before = [p.detach().double() for p in model.parameters()]
+        backward(model, step)
+        intended, before = rerun(optimizer), [p.detach().double() for p in model.parameters()]
         handle.before()
         optimizer.step()
         handle.after()
-        effective = [p.detach().double() - old for p, old in zip(model.parameters(), before, strict=True)]
-        found = handle.summary()["model"]
-        dot = sum(float((u * e).sum()) for u, e in zip(intended, effective, strict=True))
-        square = sum(float((u * u).sum()) for u in intended)
-        assert math.isclose(found["edq_ratio"], dot / square, rel_tol=1e-9)
+        found = handle.summary()["model"]["edq_ratio"]
+        assert found == pytest.approx(edq(intended, before, model.parameters()), rel=1e-9)
     assert recorder.steps == [1, 2, 3, 4]
     handle.remove()
     handle.before()
@@ -286,7 +239,7 @@ def test_a_step_function_has_what_changed():
         for parameter in model.parameters():
             parameter.sub_(rate * parameter.grad)
 
-    for step_of in (descend, functools.partial(descend, 0.1)):
+    for step_of in (descend, partial(descend, 0.1)):
         handle = watch(model, step_of, every=1, budget=None, reporter=recorder)
         mlp_loss(model, 0).backward()
         handle.before()
@@ -322,9 +275,8 @@ def test_a_step_function_without_gradients_has_what_changed():
 
 
 def test_by_hand_does_nothing_where_hooks_speak():
-    model, recorder = mlp(), Recorder()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, budget=None, reporter=recorder)
+    recorder = Recorder()
+    model, optimizer, handle = watched(reporter=recorder)
     mlp_loss(model, 0).backward()
     handle.before()
     optimizer.step()
@@ -332,12 +284,12 @@ def test_by_hand_does_nothing_where_hooks_speak():
     assert recorder.steps == [1]
 
 
-class BuiltWithStates(torch.optim.Optimizer):
+class BuiltWithStates(ByParameter):
     """All states are made by the constructor: a counter, master weights, an average and a number by place, as
     APOLLO's seeds are. With `whole` a tensor's step depends on all of its elements."""
 
     def __init__(self, params, lr=1e-4, *, whole=False, master=True):
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
         self.whole, self.master = whole, master
         for place, parameter in enumerate(self.param_groups[0]["params"], 1):
             kept = self.state[parameter]
@@ -347,41 +299,33 @@ class BuiltWithStates(torch.optim.Optimizer):
             if master:
                 kept["master"] = parameter.detach().float().clone()
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        group = self.param_groups[0]
-        for parameter in group["params"]:
-            kept = self.state[parameter]
-            kept["step"] += 1
-            kept["m"].lerp_(parameter.grad.to(kept["m"].dtype), 0.1)
-            length = kept["m"].norm() if self.whole else 1.0
-            held = kept["master"] if self.master else parameter
-            held.sub_((group["lr"] * kept["seed"] * kept["m"] / length).to(held.dtype))
-            if self.master:
-                parameter.copy_(held)
+    def step_one(self, parameter, group):
+        kept = self.state[parameter]
+        kept["step"] += 1
+        kept["m"].lerp_(parameter.grad.to(kept["m"].dtype), 0.1)
+        length = kept["m"].norm() if self.whole else 1.0
+        held = kept["master"] if self.master else parameter
+        held.sub_((group["lr"] * kept["seed"] * kept["m"] / length).to(held.dtype))
+        if self.master:
+            parameter.copy_(held)
 
 
 @pytest.mark.parametrize(("whole", "master"), [(False, True), (True, True), (True, False)])
 def test_states_that_a_constructor_makes_are_made_for_probes_too(whole, master):
     """Told was "cannot step probe tensors: KeyError", so that nothing was known of most elements."""
-    model = mlp()
-    optimizer = BuiltWithStates(model.parameters(), 1e-2 if whole else 1.0, whole=whole, master=master)
-    handle = watch(model, optimizer, every=1, sample="all", budget=None)
-    intended = [torch.zeros(own.shape, dtype=torch.float64) for own in model.parameters()]
+    make = partial(BuiltWithStates, lr=1e-2 if whole else 1.0, whole=whole, master=master)
+    model, optimizer, handle = watched(make, sample="all")
+    held = [optimizer.state[own]["master"] if master else own for own in model.parameters()]
     for step in range(3):
-        model.zero_grad()
-        mlp_loss(model, step).backward()
-        before = []
-        for own, u in zip(model.parameters(), intended, strict=True):
+        backward(model, step)
+        intended, before = [], [own.detach().double() for own in held]
+        for own in model.parameters():
             kept = optimizer.state[own]
-            before.append((kept["master"] if master else own).detach().double())
             m = kept["m"].double().lerp(own.grad.double(), 0.1)
-            u.copy_(-optimizer.param_groups[0]["lr"] * kept["seed"] * m / (m.norm() if whole else 1.0))
+            intended.append(-optimizer.param_groups[0]["lr"] * kept["seed"] * m / (m.norm() if whole else 1.0))
         optimizer.step()
-        held = [(optimizer.state[own]["master"] if master else own.detach()).double() for own in model.parameters()]
-        dot = sum(float((u * (now - old)).sum()) for u, now, old in zip(intended, held, before, strict=True))
-        square = sum(float((u * u).sum()) for u in intended)
-        assert handle.summary()["model"]["edq_ratio"] == pytest.approx(dot / square, rel=1e-9)
+        found = handle.summary()["model"]["edq_ratio"]
+        assert found == pytest.approx(edq(intended, before, held), rel=1e-9)
         assert handle.summary()["model"]["measured_ratio"] == 1.0
     assert handle.info.observed_strategy == ("master-weights" if master else "fp32-states")
     assert handle.info.intent == ("whole-tensor" if whole else "shadow")

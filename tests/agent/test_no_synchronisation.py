@@ -1,19 +1,17 @@
 """What would make the training thread wait for a device: only step counters on the host may be read back."""
 
-from __future__ import annotations
-
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from collage_agent.handle import watch
 from collage_agent.step import observed_step, optimizer_oracles
 from collage_agent.watching.hooks import OptimizerHooks
 from collage_agent.watching.resume_check import largest_step_count
 from collage_optim import CollageAdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.agent.training import mlp, train
+from tests.agent.training import mlp, train, watched
 
 READING: Any = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.bincount)
 
@@ -38,9 +36,7 @@ class Listening(TorchDispatchMode):
 def test_a_measured_step_reads_nothing_but_step_counters(make, on_host, monkeypatch):
     monkeypatch.setattr(optimizer_oracles, "on_host", lambda values: on_host)
     monkeypatch.setattr(observed_step, "on_host", lambda values: on_host)
-    model = mlp()
-    optimizer = make(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, sample=256, oracle=True, windows=(2,), budget=None)
+    model, optimizer, handle = watched(partial(make, lr=1e-3), sample=256, oracle=True, windows=(2,))
     train(model, optimizer, 3)
     listening = Listening()
     for name in ("_gather_before", "_measure"):

@@ -1,25 +1,15 @@
 """Our own optimizers under the agent: the stored weight is what counts, and the ratios tell strategies apart."""
 
-from __future__ import annotations
-
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
-from collage_agent.handle import watch
 from collage_optim import CollageAdamW
 
-from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
+from tests.agent.step.test_measurer import totals_of
+from tests.agent.training import backward, gpt_loss, mlp, small_gpt, train, watched
 
 BYTES = {"plain": 8, "light": 10, "plus": 12, "master-weights": 16}
-
-
-def watched(strategy, steps=30, **options):
-    model = small_gpt(layers=1)
-    optimizer = CollageAdamW(model.parameters(), lr=2e-4, weight_decay=0.1, strategy=strategy, **options)
-    handle = watch(model, optimizer, every=10, oracle=True, budget=None)
-    train(model, optimizer, steps, gpt_loss)
-    return handle
 
 
 @pytest.mark.slow
@@ -27,7 +17,9 @@ def watched(strategy, steps=30, **options):
 @pytest.mark.parametrize("arithmetic", ["fp32", "storage"])
 @pytest.mark.parametrize("strategy", BYTES)
 def test_edq_and_decrements_tell_the_strategies_apart(strategy, arithmetic):
-    handle = watched(strategy, arithmetic=arithmetic)
+    make = partial(CollageAdamW, lr=2e-4, weight_decay=0.1, strategy=strategy, arithmetic=arithmetic)
+    model, optimizer, handle = watched(make, small_gpt(layers=1), every=10, oracle=True)
+    train(model, optimizer, 30, gpt_loss)
     values, info = handle.summary()["model"], handle.info
     assert info.intent == "rule"
     assert info.observed_strategy == strategy
@@ -43,18 +35,15 @@ def test_edq_and_decrements_tell_the_strategies_apart(strategy, arithmetic):
     else:
         assert values["state_decrement_ratio/exp_avg_sq"] < 0.2
     assert values["edq_visible_ratio"] != values["edq_ratio"] or strategy == "plain"
-    measurement: Any = handle._last
-    assert measurement.scalars["bytes_per_parameter"] == pytest.approx(BYTES[strategy])
+    assert handle._last.scalars["bytes_per_parameter"] == pytest.approx(BYTES[strategy])
 
 
 @pytest.mark.parametrize("strategy", [*BYTES, "kahan"])
 def test_stored_sums_equal_a_look_at_the_whole_stored_weight(strategy):
-    model = mlp()
-    optimizer = CollageAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, strategy=strategy)
-    handle = watch(model, optimizer, every=1, sample="all")
+    make = partial(CollageAdamW, lr=1e-3, weight_decay=0.1, strategy=strategy)
+    model, optimizer, handle = watched(make, sample="all")
     for step in range(4):
-        optimizer.zero_grad()
-        mlp_loss(model, step).backward()
+        backward(model, step)
         before = {name: optimizer.stored_parameter(p) for name, p in model.named_parameters()}
         visible = {name: p.detach().double().clone() for name, p in model.named_parameters()}
         intended = {}
@@ -68,13 +57,11 @@ def test_stored_sums_equal_a_look_at_the_whole_stored_weight(strategy):
             group = optimizer.param_groups[0]
             intended[name] = optimizer.exact_displacement(group, joined, before[name], p.grad.double(), step + 1)[0]
         optimizer.step()
-    measurement: Any = handle._last
-    rows = measurement.table()
-    for column, layer in enumerate(measurement.layout.layers):
-        p = dict(model.named_parameters())[layer.name]
-        u = intended[layer.name].flatten()
-        e = (optimizer.stored_parameter(p) - before[layer.name]).flatten()
-        ev = (p.detach().double() - visible[layer.name]).flatten()
+    for layer, totals in totals_of(handle).items():
+        p = model.get_parameter(layer)
+        u = intended[layer].flatten()
+        e = (optimizer.stored_parameter(p) - before[layer]).flatten()
+        ev = (p.detach().double() - visible[layer]).flatten()
         expected = {
             "intended_squared_sum": u @ u,
             "intended_effective_sum": u @ e,
@@ -86,7 +73,7 @@ def test_stored_sums_equal_a_look_at_the_whole_stored_weight(strategy):
             "unchanged": (ev == 0).sum(),
         }
         for key, value in expected.items():
-            assert rows[key][column] == pytest.approx(float(value), rel=1e-9, abs=1e-30), (key, layer.name)
+            assert totals[key] == pytest.approx(float(value), rel=1e-9, abs=1e-30), (key, layer)
 
 
 def test_groups_with_different_strategies_are_measured_apart():
@@ -94,8 +81,7 @@ def test_groups_with_different_strategies_are_measured_apart():
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "strategy": "plus"}, {"params": others, "strategy": "plain"}]
-    optimizer = CollageAdamW(groups, lr=2e-4)
-    handle = watch(model, optimizer, every=1, sample="all")
+    _, optimizer, handle = watched(lambda _: CollageAdamW(groups, lr=2e-4), model, sample="all")
     train(model, optimizer, 5)
     layers = handle.summary()["layers"]
     assert layers["2.weight"]["edq_ratio"] == pytest.approx(1.0, abs=0.02)
@@ -105,9 +91,7 @@ def test_groups_with_different_strategies_are_measured_apart():
 
 
 def test_a_master_weight_beside_an_overflowing_state_stays_finite_in_the_report():
-    model = mlp()
-    optimizer = CollageAdamW(model.parameters(), lr=1e-3, strategy="plus")
-    handle = watch(model, optimizer, every=1, sample="all")
+    model, optimizer, handle = watched(partial(CollageAdamW, lr=1e-3, strategy="plus"), sample="all")
     train(model, optimizer, 2)
     optimizer.state[model[0].weight]["exp_avg_sq"][0, 0] = torch.inf
     train(model, optimizer, 1, start=2)
@@ -120,9 +104,7 @@ def test_what_kahan_loses_is_the_same_however_it_is_measured():
     """The compensation holds far smaller numbers than fp32 tells apart beside the weight."""
     lost = []
     for sample in (1 << 20, "all"):
-        model = mlp()
-        optimizer = CollageAdamW(model.parameters(), lr=1e-7, strategy="kahan")
-        handle = watch(model, optimizer, every=1, sample=sample, budget=None)
+        model, optimizer, handle = watched(partial(CollageAdamW, lr=1e-7, strategy="kahan"), sample=sample)
         train(model, optimizer, 5)
         lost.append(handle.summary()["model"]["lost_update_ratio"])
     assert lost[0] == lost[1] < 0.01

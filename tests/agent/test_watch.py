@@ -1,15 +1,12 @@
 """Hooks in awkward company: schedulers, subclasses, global hooks, scalers, closures, failures, checkpoints."""
 
-from __future__ import annotations
-
-import copy
 import gc
 import inspect
 import weakref
+from functools import partial
 
 import collage_agent
 import pytest
-import pytorch_optimizer
 import torch
 from collage_agent import error_guard, stats
 from collage_agent.handle import watch
@@ -17,7 +14,8 @@ from collage_agent.step.measurer import StepMeasurer
 from collage_agent.watch_options import Exclude, WatchArguments, WatchOptions
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tests.agent.training import mlp, mlp_loss, train
+from collage_monitor.metrics import statistic
+from tests.agent.training import adamw, backward, mlp, mlp_loss, train, watched
 from tests.reference.intended import full_precision_update
 
 
@@ -39,14 +37,9 @@ class Recorder:
         return [measurement.step for measurement in self.measurements]
 
 
-def adamw(model, **options):
-    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **options})
-
-
 def test_measured_steps_are_those_divisible_and_the_first_is_told_once():
-    model, recorder = mlp(), Recorder()
-    optimizer = adamw(model)
-    handle = watch(model, optimizer, every=3, budget=None, reporter=recorder)
+    recorder = Recorder()
+    model, optimizer, handle = watched(every=3, oracle=True, reporter=recorder)
     assert repr(handle).endswith("not started>")
     assert handle.summary() == {"step": None, "model": {}, "layers": {}}
     train(model, optimizer, 10)
@@ -61,6 +54,8 @@ def test_measured_steps_are_those_divisible_and_the_first_is_told_once():
     assert last.scalars["agent_wall_seconds"] > 0
     # The first step has no averages before it, and so fewer statistics.
     assert last.layout is recorder.measurements[1].layout
+    assert len(set(last.layout.statistics)) == len(last.layout.statistics)
+    assert all(statistic(key) for key in last.layout.statistics), "each is in the catalogue"
 
 
 def test_the_signature_of_watch_shows_each_option_with_its_default():
@@ -70,22 +65,9 @@ def test_the_signature_of_watch_shows_each_option_with_its_default():
     assert options["every"] == 10
 
 
-def test_every_statistic_key_is_in_the_catalogue():
-    from collage_monitor.metrics import statistic
-
-    model, recorder = mlp(), Recorder()
-    optimizer = adamw(model)
-    watch(model, optimizer, every=1, oracle=True, reporter=recorder)
-    train(model, optimizer, 2)
-    keys = recorder.measurements[-1].layout.statistics
-    assert len(set(keys)) == len(keys)
-    for key in keys:
-        statistic(key)
-
-
 def test_the_step_number_goes_on_from_the_optimizer_s_state_or_from_what_is_said():
     model = mlp()
-    optimizer = adamw(model)
+    optimizer = adamw(model.parameters())
     train(model, optimizer, 7)
     recorder, told = Recorder(), Recorder()
     handle = watch(model, optimizer, every=1, reporter=recorder)
@@ -97,18 +79,14 @@ def test_the_step_number_goes_on_from_the_optimizer_s_state_or_from_what_is_said
 
 
 def test_a_scheduler_that_patches_step_is_followed():
-    model, seen = mlp(), []
-    optimizer = adamw(model, lr=1e-2)
+    model, optimizer, handle = watched(partial(adamw, lr=1e-2), sample="all")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    handle = watch(model, optimizer, every=1, sample="all")
     for step in range(4):
-        optimizer.zero_grad()
-        mlp_loss(model, step).backward()
+        backward(model, step)
         expected = sum(float(u.square().sum()) for u in full_precision_update(optimizer).values())
         optimizer.step()
         scheduler.step()
-        seen.append(handle.summary()["model"]["intended_norm"] ** 2 / expected)
-    assert seen == pytest.approx([1.0] * 4, rel=1e-9)
+        assert handle.summary()["model"]["intended_norm"] ** 2 == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_subclass_that_calls_super_is_one_step_and_foreign_hooks_see_no_shadow():
@@ -138,68 +116,42 @@ def test_a_subclass_that_calls_super_is_one_step_and_foreign_hooks_see_no_shadow
 
 
 def test_fused_loss_scaling_is_undone_and_a_skipped_step_is_not_reported():
-    model = mlp(dtype=torch.float32)
-    optimizer = adamw(model, fused=True)
-    plain_model = copy.deepcopy(model)
-    plain = adamw(plain_model, fused=True)
+    (model, optimizer, handle), plain = (
+        watched(partial(adamw, fused=True), mlp(dtype=torch.float32), sample="all", oracle=True) for _ in range(2)
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    handle = watch(model, optimizer, every=1, sample="all", oracle=True)
-    reference = watch(plain_model, plain, every=1, sample="all")
-    for step in range(3):
-        optimizer.zero_grad()
-        scaler.scale(mlp_loss(model, step)).backward()
+
+    def step(number, spoilt=False):
+        model.zero_grad()
+        scaler.scale(mlp_loss(model, number)).backward()
+        if spoilt:
+            model[0].weight.grad[0, 0] = torch.inf
         scaler.step(optimizer)
         scaler.update()
-    train(plain_model, plain, 3)
-    scaled, expected = handle.summary()["model"], reference.summary()["model"]
+
+    for number in range(3):
+        step(number)
+    train(*plain[:2], 3)
+    scaled, expected = handle.summary()["model"], plain[2].summary()["model"]
     assert scaled["intended_norm"] == pytest.approx(expected["intended_norm"], rel=1e-5)
     assert scaled["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
     assert scaled["edq_oracle_ratio"] == pytest.approx(1.0, abs=1e-3)
-    optimizer.zero_grad()
-    scaler.scale(mlp_loss(model, 3)).backward()
-    model[0].weight.grad[0, 0] = torch.inf
-    scaler.step(optimizer)
-    scaler.update()
+    step(3, spoilt=True)
     assert handle.summary()["model"].get("edq_ratio") is None
-    optimizer.zero_grad()
-    scaler.scale(mlp_loss(model, 4)).backward()
-    scaler.step(optimizer)
+    step(4)
     assert handle.summary()["model"]["oracle_displacement_ratio"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_an_optimizer_that_draws_at_random_is_measured_before_and_after():
-    model = mlp()
-    optimizer = pytorch_optimizer.Gravity(model.parameters())
-    handle = watch(model, optimizer, every=1, oracle=True)
-    train(model, optimizer, 3)
-    values = handle.summary()["model"]
-    assert values["effective_norm"] > 0
-    assert values["grad_norm"] > 0
-    assert values["edq_ratio"] is None
-    assert handle.info.intent == "before-after"
-    assert "Gravity does not repeat its own steps" in str(handle)
-
-
-def test_removing_ends_it():
-    model = mlp()
-    optimizer = adamw(model)
-    handle = watch(model, optimizer, every=1)
+@pytest.mark.slow
+def test_removing_ends_it_and_frees_the_model():
+    model, optimizer, handle = watched()
     train(model, optimizer, 2)
     handle.remove()
     handle.remove()
     train(model, optimizer, 2)
     assert handle.step == 2
     assert handle.summary()["step"] == 2
-
-
-@pytest.mark.slow
-def test_a_removed_watch_frees_the_model():
-    model = mlp()
-    optimizer = adamw(model)
-    handle = watch(model, optimizer, every=1)
-    train(model, optimizer, 1)
     alive = weakref.ref(model)
-    handle.remove()
     del handle, model, optimizer
     gc.collect()
     assert alive() is None
@@ -207,15 +159,13 @@ def test_a_removed_watch_frees_the_model():
 
 def test_nothing_raises_into_training_and_repeated_failure_disables(monkeypatch, caplog):
     error_guard.raise_in_tests(False)
-    model, optimizer = (made := mlp()), adamw(made)
-    handle = watch(model, optimizer, every=1)
+    model, optimizer, handle = watched()
 
     def broken(*_, **__):
         raise RuntimeError("no luck")
 
     monkeypatch.setattr(StepMeasurer, "after", broken)
-    losses = train(model, optimizer, 6)
-    assert len(losses) == 6
+    train(model, optimizer, 6)
     assert handle.step == 6
     assert caplog.text.count("no luck") >= 1
     assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
@@ -236,9 +186,8 @@ def test_nothing_raises_into_training_and_repeated_failure_disables(monkeypatch,
 def test_a_statistic_of_another_package_that_fails_is_switched_off_alone(measure, words, monkeypatch, caplog):
     error_guard.raise_in_tests(False)
     monkeypatch.setitem(stats.MEASURES, "added", stats.measures_of({}, {"residuals": measure})["residuals"])
-    model, recorder = mlp(), Recorder()
-    optimizer = adamw(model)
-    handle = watch(model, optimizer, every=1, reporter=recorder)
+    recorder = Recorder()
+    model, optimizer, handle = watched(reporter=recorder)
     train(model, optimizer, 6)
     assert recorder.steps == [1, 2, 3, 4, 5, 6]
     assert handle.summary()["model"]["edq_ratio"] is not None
@@ -255,38 +204,41 @@ def test_a_reporter_that_raises_is_swallowed_too():
         def measured(self, measurement):
             raise OSError("disk")
 
-    model, optimizer = (made := mlp()), adamw(made)
-    watch(model, optimizer, every=1, reporter=Broken())
+    model, optimizer, _ = watched(reporter=Broken())
     assert len(train(model, optimizer, 3)) == 3
 
 
 def test_layers_are_chosen_by_name():
-    model = mlp()
-    optimizer = adamw(model)
-    only = watch(model, optimizer, every=1, layers=r"^2\.")
+    model, optimizer, only = watched(layers=r"^2\.")
     without = watch(model, optimizer, every=1, layers=Exclude("bias"))
     train(model, optimizer, 1)
     assert set(only.summary()["layers"]) == {"2.weight", "2.bias"}
     assert set(without.summary()["layers"]) == {"0.weight", "2.weight", "4.weight"}
+    with pytest.raises(ValueError, match="at least one regular expression"):
+        Exclude()
 
 
-def test_wrappers_do_not_show_in_names():
-    class Wrapper(torch.nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
+class Wrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
 
-    model = mlp()
-    optimizer = adamw(model)
-    handle = watch(Wrapper(Wrapper(model)), optimizer, every=1)
-    train(model, optimizer, 1)
-    assert "0.weight" in handle.summary()["layers"]
+
+def test_wrappers_do_not_show_in_names_but_where_two_parts_would_be_confused():
+    inner, both = torch.nn.Linear(4, 10, bias=False), Wrapper(torch.nn.Linear(4, 10, bias=False))
+    both.weight = torch.nn.Parameter(torch.randn(40))
+    for model, names in ((Wrapper(Wrapper(inner)), {"weight"}), (both, {"weight", "module.weight"})):
+        _, optimizer, handle = watched(model=model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert set(handle.summary()["layers"]) == names
 
 
 def test_float64_parameters_are_left_out_and_that_is_said():
     model = mlp(dtype=torch.float32)
     model[4].double()
-    optimizer = adamw(model)
+    optimizer = adamw(model.parameters())
     handle = watch(model, optimizer, every=1)
     assert "4.weight (float64 is not measurable)" in handle.info.intent_reason
     with pytest.raises(ValueError, match="float64 is not measurable"):
@@ -313,35 +265,13 @@ def test_float64_parameters_are_left_out_and_that_is_said():
 def test_options_that_cannot_be_used_are_refused_by_value(options, error, message):
     model = mlp()
     with pytest.raises(error, match=message):
-        watch(model, adamw(model), **options)
-
-
-def test_an_exclusion_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one regular expression"):
-        Exclude()
-
-
-def test_two_parts_that_wrappers_names_would_confuse_keep_apart():
-    class Both(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.randn(40))
-            self.module = torch.nn.Linear(4, 10, bias=False)
-
-    model = Both()
-    optimizer = adamw(model)
-    handle = watch(model, optimizer, every=1)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    assert set(handle.summary()["layers"]) == {"weight", "module.weight"}
+        watch(model, adamw(model.parameters()), **options)
 
 
 @pytest.mark.slow
 def test_the_governor_s_choice_is_reported():
-    model, recorder = mlp(), Recorder()
-    optimizer = adamw(model)
-    watch(model, optimizer, every=1, budget=1e-6, reporter=recorder)
+    recorder = Recorder()
+    model, optimizer, _ = watched(budget=1e-6, reporter=recorder)
     train(model, optimizer, 40)
     assert recorder.steps[:8] == [1, 2, 3, 4, 5, 6, 8, 10]
     assert recorder.measurements[-1].scalars["agent_interval"] > 2

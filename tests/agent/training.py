@@ -1,10 +1,9 @@
 """Small models and training runs that the agent's tests share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
+from collage_agent.handle import watch
 from torch import nn
 
 
@@ -65,6 +64,23 @@ def mlp_loss(model, step):
     generator = torch.Generator().manual_seed(2000 + step)
     x = torch.randn(16, 30, generator=generator).to(next(model.parameters()).dtype)
     return (model(x).float() - 1.0).square().mean()
+
+
+def adamw(parameters, lr=1e-3, **options):
+    return torch.optim.AdamW(parameters, lr=lr, **options)
+
+
+def watched(make=adamw, model=None, **options):
+    """A model, the MLP in bf16 where none is given, its optimizer, and a watch that measures every step of it."""
+    model = mlp() if model is None else model
+    optimizer = make(model.parameters())
+    return model, optimizer, watch(model, optimizer, **{"every": 1, "budget": None, **options})
+
+
+def backward(model, step, loss_of=mlp_loss, scale=1.0):
+    """The gradients of a step, in the place of the last one's."""
+    model.zero_grad()
+    (loss_of(model, step) * scale).backward()
 
 
 def train(model, optimizer, steps: int, loss_of=mlp_loss, start: int = 0, scheduler=None) -> list[float]:

@@ -3,8 +3,6 @@
 `python -m tests.agent.intent.matrix` prints the table of docs/optimizers.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -80,62 +78,47 @@ def torch_configurations() -> list[Configuration]:
             title = f"{name}, {form}" if form else name
             settings = {**options, **switches}
             found.append(Configuration("torch", title, partial(kind, **settings), "shadow"))
-    adafactor = Configuration("torch", "Adafactor", lambda p: T.Adafactor(p, lr=1e-2), "whole-tensor")
-    muon = Configuration("torch", "Muon", lambda p: T.Muon(p, lr=1e-2), "whole-tensor", matrices=True)
+    adafactor = Configuration("torch", "Adafactor", partial(T.Adafactor, lr=1e-2), "whole-tensor")
+    muon = Configuration("torch", "Muon", partial(T.Muon, lr=1e-2), "whole-tensor", matrices=True)
     sparse = Configuration("torch", "SparseAdam", T.SparseAdam, "shadow", "plain", dtypes=(FP32,), sparse=True)
     lbfgs = Configuration("torch", "LBFGS", T.LBFGS, "before-after", "unknown", dtypes=(FP32,), closure=True)
     return [*found, adafactor, muon, sparse, lbfgs]
 
 
+def of_library(library: Any, name: str, kind: str, strategy: str = "plain", title: str = "", **options: Any) -> Any:
+    """One of its optimizers by name, at a rate of 1e-3; the title says more where the name does not tell."""
+    make = partial(getattr(library, name), lr=1e-3, **options)
+    dtypes = (BF16,) if strategy == "stochastic" else BOTH
+    return Configuration(library.__name__.partition(".")[0], title or name, make, kind, strategy, dtypes)
+
+
 def optimi_configurations() -> list[Configuration]:
-    found = []
-    for name in ("AdamW", "Adam", "SGD", "Lion", "RAdam", "Adan", "Ranger"):
-        kind = getattr(optimi, name)
-        for kahan in (True, False):
-            title = f"{name}, Kahan" if kahan else name
-            settings = {"lr": 1e-3, "kahan_sum": kahan}
-            strategy = "kahan" if kahan else "plain"
-            found.append(Configuration("optimi", title, partial(kind, **settings), "shadow", strategy))
-    stable = Configuration(
-        "optimi", "StableAdamW, Kahan", lambda p: optimi.StableAdamW(p, lr=1e-3), "whole-tensor", "kahan"
-    )
-    return [*found, stable]
+    return [
+        *(
+            of_library(optimi, name, "shadow", strategy, name + suffix, kahan_sum=strategy == "kahan")
+            for name in ("AdamW", "Adam", "SGD", "Lion", "RAdam", "Adan", "Ranger")
+            for strategy, suffix in (("kahan", ", Kahan"), ("plain", ""))
+        ),
+        of_library(optimi, "StableAdamW", "whole-tensor", "kahan", "StableAdamW, Kahan"),
+    ]
 
 
 def torchao_configurations() -> list[Configuration]:
-    found = []
-    for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
-        kind = getattr(torchao.optim, name)
-        found.append(Configuration("torchao", name, partial(kind, lr=1e-3), "shadow"))
-    rounding = Configuration(
-        "torchao",
-        "AdamW8bit, stochastic rounding",
-        lambda p: torchao.optim.AdamW8bit(p, lr=1e-3, bf16_stochastic_round=True),
-        "shadow",
-        "stochastic",
-        dtypes=(BF16,),
-    )
-    return [*found, rounding]
+    library, rounding = torchao.optim, "AdamW8bit, stochastic rounding"
+    return [
+        *(of_library(library, name, "shadow") for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")),
+        of_library(library, "AdamW8bit", "shadow", "stochastic", rounding, bf16_stochastic_round=True),
+    ]
 
 
 def bitsandbytes_configurations() -> list[Configuration]:
-    found = []
-    for name in ("AdamW", "Lion", "RMSprop", "Adagrad"):
-        kind = getattr(bitsandbytes.optim, name)
-        make = partial(kind, lr=1e-3)
-        found.append(Configuration("bitsandbytes", name, make, "rule", "fp32-states"))
-    for name in ("AdamW8bit", "Lion8bit", "RMSprop8bit"):
-        kind = getattr(bitsandbytes.optim, name)
-        found.append(Configuration("bitsandbytes", name, partial(kind, lr=1e-3), "rule"))
-    momentum = {"lr": 1e-3, "momentum": 0.9}
-    sgd, small_sgd = bitsandbytes.optim.SGD, bitsandbytes.optim.SGD8bit
+    library = bitsandbytes.optim
     return [
-        *found,
-        Configuration("bitsandbytes", "SGD", lambda p: sgd(p, **momentum), "rule", "fp32-states"),
-        Configuration("bitsandbytes", "SGD8bit", lambda p: small_sgd(p, **momentum), "rule"),
-        Configuration(
-            "bitsandbytes", "LAMB", lambda p: bitsandbytes.optim.LAMB(p, lr=1e-3), "before-after", "fp32-states"
-        ),
+        *(of_library(library, name, "rule", "fp32-states") for name in ("AdamW", "Lion", "RMSprop", "Adagrad")),
+        *(of_library(library, name, "rule") for name in ("AdamW8bit", "Lion8bit", "RMSprop8bit")),
+        of_library(library, "SGD", "rule", "fp32-states", momentum=0.9),
+        of_library(library, "SGD8bit", "rule", momentum=0.9),
+        of_library(library, "LAMB", "before-after", "fp32-states"),
     ]
 
 
@@ -162,18 +145,9 @@ def pytorch_optimizer_configurations() -> list[Configuration]:
 
 def our_configurations() -> list[Configuration]:
     strategies = ("plain", "stochastic", "kahan", "light", "light-stochastic", "plus", "full", "master-weights")
-    found = [
-        Configuration(
-            "ours",
-            f"CollageAdamW, {strategy}",
-            partial(CollageAdamW, lr=1e-3, strategy=strategy),
-            "rule",
-            strategy,
-            dtypes=(BF16,),
-        )
-        for strategy in strategies
-    ]
-    for kind, strategy in ((CollageAdam, "plus"), (CollageLion, "light"), (CollageSGD, "light")):
+    pairs: list[tuple[Any, str]] = [(CollageAdamW, strategy) for strategy in strategies]
+    found = []
+    for kind, strategy in (*pairs, (CollageAdam, "plus"), (CollageLion, "light"), (CollageSGD, "light")):
         make = partial(kind, lr=1e-3, strategy=strategy)
         title = f"{kind.__name__}, {strategy}"
         found.append(Configuration("ours", title, make, "rule", strategy, dtypes=(BF16,)))

@@ -1,29 +1,57 @@
 """Optimizers written for the tests: what they keep is known, their names for it say nothing."""
 
-from __future__ import annotations
-
 import torch
 from torch.optim.optimizer import Optimizer
 
 
-class Momentum(Optimizer):
-    """u = −lr · m with m = 0.9 m + g, computed in fp32; how the weight is kept is the subclass's."""
+class ByParameter(Optimizer):
+    """Moves each parameter that has a gradient by itself, as the subclass's `step_one` says."""
 
-    def __init__(self, params, lr=1e-3):
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params, lr=1e-3, **options):
+        super().__init__(params, {"lr": lr, **options})
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    state = self.state[parameter]
-                    if not state:
-                        state["a"] = torch.zeros_like(parameter)
-                        self.begin(parameter, state)
-                    average = 0.9 * self.wide(state["a"]) + self.wide(parameter.grad)
-                    state["a"].copy_(average)
-                    self.move(parameter, state, -group["lr"] * average)
+                    self.step_one(parameter, group)
+
+    def step_one(self, parameter, group):
+        raise NotImplementedError
+
+
+class GlobalScale(Optimizer):
+    """u = −lr · g / ‖all g‖, with a momentum in the weight's dtype."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def rate(self, group, parameter):
+        return group["lr"]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        stepped = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for _, p in stepped]).norm()
+        for group, p in stepped:
+            state = self.state[p]
+            momentum = state.setdefault("momentum", torch.zeros_like(p))
+            momentum.lerp_(p.grad / norm, 0.1)
+            p.sub_(self.rate(group, p) * momentum)
+
+
+class Momentum(ByParameter):
+    """u = −lr · m with m = 0.9 m + g, computed in fp32; how the weight is kept is the subclass's."""
+
+    def step_one(self, parameter, group):
+        state = self.state[parameter]
+        if not state:
+            state["a"] = torch.zeros_like(parameter)
+            self.begin(parameter, state)
+        average = 0.9 * self.wide(state["a"]) + self.wide(parameter.grad)
+        state["a"].copy_(average)
+        self.move(parameter, state, -group["lr"] * average)
 
     def wide(self, tensor):
         return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -1,8 +1,7 @@
 """u of a step that is about to be taken, from a copy of the whole optimizer, or torch's counterpart, in fp64."""
 
-from __future__ import annotations
-
 import copy
+from functools import partial
 from typing import Any
 
 import pytorch_optimizer
@@ -45,6 +44,13 @@ def rerun(optimizer: Any) -> list[torch.Tensor]:
     return [p.detach() - weight for p, weight in moves]
 
 
+def edq(intended, before, after) -> float:
+    """Σ u·e / Σ u² of tensors that lay at `before`."""
+    moved = [now.detach().double() - start for now, start in zip(after, before, strict=True)]
+    product = sum(float((u * e).sum()) for u, e in zip(intended, moved, strict=True))
+    return product / sum(float((u * u).sum()) for u in intended)
+
+
 def settled_eps(live: dict[str, Any]) -> Any:
     """A group's eps; what is None torch's Adafactor takes from the weights' dtype, and a copy's are fp64."""
     eps = live.get("eps")
@@ -64,14 +70,8 @@ def stored(optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor:
 def torchao_rerun(optimizer: Any) -> list[torch.Tensor]:
     """The same of torchao's AdamW, by torch's, with states as the numbers that they stand for."""
     group = optimizer.param_groups[0]
-    counterpart = torch.optim.AdamW(
-        _widened(group),
-        lr=float(group["lr"]),
-        betas=group["betas"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        foreach=False,
-    )
+    shared = {name: group[name] for name in ("betas", "eps", "weight_decay")}
+    counterpart = torch.optim.AdamW(_widened(group), lr=float(group["lr"]), foreach=False, **shared)
     for p, original in zip(counterpart.param_groups[0]["params"], group["params"], strict=True):
         state = optimizer.state[original]
         kept = {key: _numbers(state[key]).double() for key in ("exp_avg", "exp_avg_sq")}
@@ -89,22 +89,16 @@ def bitsandbytes_rerun(optimizer: Any) -> list[torch.Tensor]:
     group = optimizer.param_groups[0]
     kind, names = COUNTERPARTS[optimizer.optimizer_name]
     parameters = _widened(group)
-    shared = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
-    counterpart: Any
-    if kind == "AdamW":
-        counterpart = torch.optim.AdamW(
-            parameters, betas=group["betas"][:2], eps=group["eps"], foreach=False, **shared
-        )
-    elif kind == "Lion":
-        counterpart = pytorch_optimizer.Lion(parameters, betas=group["betas"][:2], **shared)
-    elif kind == "SGD":
-        counterpart = torch.optim.SGD(parameters, momentum=group["betas"][0], foreach=False, **shared)
-    elif kind == "RMSprop":
-        counterpart = torch.optim.RMSprop(
-            parameters, alpha=group["betas"][0], eps=group["eps"], foreach=False, **shared
-        )
-    else:
-        counterpart = torch.optim.Adagrad(parameters, eps=group["eps"], foreach=False, **shared)
+    betas, eps = {"betas": group["betas"][:2]}, {"eps": group["eps"]}
+    own: dict[str, dict[str, Any]] = {
+        "AdamW": betas | eps,
+        "Lion": betas,
+        "SGD": {"momentum": group["betas"][0]},
+        "RMSprop": {"alpha": group["betas"][0]} | eps,
+        "Adagrad": eps,
+    }
+    make = pytorch_optimizer.Lion if kind == "Lion" else partial(getattr(torch.optim, kind), foreach=False)
+    counterpart: Any = make(parameters, lr=group["lr"], weight_decay=group["weight_decay"], **own[kind])
     for p, original in zip(parameters, group["params"], strict=True):
         state = optimizer.state[original]
         kept = {name: _looked_up(state, key) for key, name in names.items()}

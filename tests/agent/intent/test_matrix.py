@@ -1,7 +1,5 @@
 """Every configuration: how u is found, what is seen, u against a whole fp64 re-run, and training is untouched."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from collage_agent.handle import watch
@@ -14,8 +12,17 @@ from tests.docs.test_links import ROOT
 
 STEPS = 10
 IDS = [f"{entry.title} {str(dtype).removeprefix('torch.')}" for entry, dtype in CASES]
-STEPPED = [(entry, dtype) for entry, dtype in CASES if not entry.closure]
-STEPPED_IDS = [name for name, (entry, _) in zip(IDS, CASES, strict=True) if not entry.closure]
+
+
+def cases(*kinds, without=()):
+    """A mark that gives a test each case of such a kind that can be stepped."""
+    named = zip(CASES, IDS, strict=True)
+    found = [
+        pytest.param(*case, id=name) for case, name in named if case[0].kind in kinds and case[0] not in without
+    ]
+    return pytest.mark.parametrize(("entry", "dtype"), found)
+
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.drawn(
@@ -87,16 +94,7 @@ def test_it_is_classified_and_its_training_is_untouched(entry, dtype):
     assert torch.equal(random_with, random_without)
 
 
-ELEMENTWISE = [
-    case
-    for case in zip(STEPPED, STEPPED_IDS, strict=True)
-    if case[0][0].kind in ("shadow", "rule") and case[0][0].library != "ours"
-]
-
-
-@pytest.mark.parametrize(
-    ("entry", "dtype"), [case for case, _ in ELEMENTWISE], ids=[name for _, name in ELEMENTWISE]
-)
+@cases("shadow", "rule", without=[entry for entry in CONFIGURATIONS if entry.library == "ours"])
 def test_u_is_that_of_a_whole_rerun_in_fp64(entry, dtype):
     module = model(entry, dtype)
     optimizer = entry.make(module.parameters())
@@ -128,14 +126,7 @@ def test_u_is_that_of_a_whole_rerun_in_fp64(entry, dtype):
         assert float(difference) <= tolerance * float(u.abs().max()) > 0, member
 
 
-WHOLE = [
-    case
-    for case in zip(STEPPED, STEPPED_IDS, strict=True)
-    if case[0][0].kind == "whole-tensor" and case[0][0].name != "Muon"
-]
-
-
-@pytest.mark.parametrize(("entry", "dtype"), [case for case, _ in WHOLE], ids=[name for _, name in WHOLE])
+@cases("whole-tensor", without=[entry for entry in CONFIGURATIONS if entry.name == "Muon"])
 def test_sums_of_whole_tensors_are_those_of_a_rerun(entry, dtype):
     module = model(entry, dtype)
     optimizer = entry.make(module.parameters())

@@ -1,14 +1,17 @@
-"""Residuals, master weights and stochastic rounding are found by what they do, whatever they are called."""
-
-from __future__ import annotations
+"""Residuals, master weights and stochastic rounding are found by what they do, whatever they are called; the
+fingerprint says how weights and states are really kept, and what does not agree with the declared label."""
 
 import copy
 import operator
+from functools import partial
 
+import bitsandbytes
+import msgspec
 import optimi
 import pytest
 import pytorch_optimizer
 import torch
+import torchao.optim
 from collage_agent.handle import watch
 from collage_agent.intent.observed_storage import observe_storage
 from collage_agent.intent.selftest import run_selftest
@@ -16,8 +19,9 @@ from collage_agent.intent.weight_bits import UnsignedBits
 from collage_agent.sample.stored_parts import PLAIN, Composition
 from torch import nn
 
+from collage_monitor import wire
 from tests.agent.intent import optimizers
-from tests.agent.training import gpt_loss, mlp, small_gpt, train
+from tests.agent.training import adamw, gpt_loss, mlp, small_gpt, train, watched
 
 
 def seen(make, dtype=torch.bfloat16):
@@ -31,23 +35,19 @@ ADDED = Composition(residual="kahan_comp")
 RESIDUALS = {
     "subtracted": (optimizers.Subtracting, Composition(residual="b", sign=-1)),
     "added": (optimizers.Adding, Composition(residual="b")),
-    "optimi AdamW": (lambda p: optimi.AdamW(p, lr=1e-3, weight_decay=0.1), ADDED),
-    "optimi AdamW foreach": (lambda p: optimi.AdamW(p, lr=1e-3, foreach=True), ADDED),
-    "optimi SGD": (lambda p: optimi.SGD(p, lr=1e-2, momentum=0.9, kahan_sum=True), ADDED),
-    "optimi Lion": (lambda p: optimi.Lion(p, lr=1e-4), ADDED),
-    "optimi Adan": (lambda p: optimi.Adan(p, lr=1e-3, kahan_sum=True), ADDED),
-    "optimi Ranger, which looks ahead": (lambda p: optimi.Ranger(p, lr=1e-3), ADDED),
-    "optimi StableAdamW": (lambda p: optimi.StableAdamW(p, lr=1e-3), ADDED),
-    "pytorch_optimizer StableAdamW": (lambda p: pytorch_optimizer.StableAdamW(p, lr=1e-3), ADDED),
+    "optimi AdamW": (partial(optimi.AdamW, lr=1e-3, weight_decay=0.1), ADDED),
+    "optimi AdamW foreach": (partial(optimi.AdamW, lr=1e-3, foreach=True), ADDED),
+    "optimi Ranger, which looks ahead": (partial(optimi.Ranger, lr=1e-3), ADDED),
+    "pytorch_optimizer StableAdamW": (partial(pytorch_optimizer.StableAdamW, lr=1e-3), ADDED),
 }
+"""Others of these libraries: test_matrix.py."""
 NONE = {
     "momentum": optimizers.Momentum,
-    "AdamW": lambda p: torch.optim.AdamW(p, weight_decay=0.1),
-    "AdamW rate 0": lambda p: torch.optim.AdamW(p, lr=0.0),
-    "SGD momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-    "optimi AdamW without": lambda p: optimi.AdamW(p, lr=1e-3, kahan_sum=False),
-    "Adafactor": lambda p: torch.optim.Adafactor(p),
-    "Lamb": lambda p: pytorch_optimizer.Lamb(p),
+    "AdamW": partial(torch.optim.AdamW, weight_decay=0.1),
+    "AdamW rate 0": partial(torch.optim.AdamW, lr=0.0),
+    "optimi AdamW without": partial(optimi.AdamW, lr=1e-3, kahan_sum=False),
+    "Adafactor": torch.optim.Adafactor,
+    "Lamb": pytorch_optimizer.Lamb,
 }
 
 
@@ -70,26 +70,25 @@ def test_moving_averages_are_no_residuals(name, dtype):
     assert (found.composition, found.stochastic, found.failure) == (PLAIN, False, None)
 
 
-def test_a_master_weight_is_found():
-    assert seen(optimizers.Master).composition == Composition(master="b")
-
-
-def test_stochastic_rounding_is_found():
-    found = seen(optimizers.Stochastic)
-    assert (found.composition, found.stochastic) == (PLAIN, True)
-
-
-def test_what_cannot_be_stepped_is_not_known():
-    found = seen(lambda p: torch.optim.LBFGS(p))
-    assert (found.composition, found.stochastic) == (PLAIN, None)
+@pytest.mark.parametrize(
+    ("make", "composition", "stochastic"),
+    [
+        (optimizers.Master, Composition(master="b"), False),
+        (optimizers.Stochastic, PLAIN, True),
+        (torch.optim.LBFGS, PLAIN, None),
+    ],
+)
+def test_masters_and_stochastic_rounding_are_found_and_what_cannot_be_stepped_is_not_known(
+    make, composition, stochastic
+):
+    found = seen(make)
+    assert (found.composition, found.stochastic) == (composition, stochastic)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Subtracting", "Adding", "Master"])
 def test_stored_and_visible_are_told_apart(name):
-    model = small_gpt()
-    optimizer = getattr(optimizers, name)(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, sample="all", oracle=True)
+    model, optimizer, handle = watched(getattr(optimizers, name), small_gpt(), sample="all", oracle=True)
     train(model, optimizer, 5, gpt_loss)
     values = handle.summary()["model"]
     assert values["edq_ratio"] == pytest.approx(1.0, abs=0.01)
@@ -99,9 +98,9 @@ def test_stored_and_visible_are_told_apart(name):
 
 
 LATER = {
-    "residual": lambda p: optimi.AdamW(p, lr=1e-3),
-    "master": lambda p: optimizers.Master(p),
-    "whole tensors": lambda p: optimi.StableAdamW(p, lr=1e-3),
+    "residual": partial(optimi.AdamW, lr=1e-3),
+    "master": optimizers.Master,
+    "whole tensors": partial(optimi.StableAdamW, lr=1e-3),
 }
 
 
@@ -127,16 +126,13 @@ def in_later_groups(name, watched):
 def test_later_groups_loaded_states_and_copies_go_on(name):
     handle, layers, with_agent = in_later_groups(name, True)
     _, _, without = in_later_groups(name, False)
-    assert handle is not None
     assert layers.keys() == dict(mlp().named_parameters()).keys()
     assert all(values["edq_ratio"] == pytest.approx(1.0, abs=0.05) for values in layers.values())
     assert handle.step == 8
     # torch casts a loaded fp32 master weight to the weight's dtype: from then on the run is plain, and it shows.
-    expected = "plain" if name == "master" else "kahan"
-    assert handle.info.observed_strategy == expected
-    seen = handle.info.fingerprint
-    assert seen is not None
-    assert any("load_state_dict casts it" in found for found in seen.findings) == (name == "master")
+    assert handle.info.observed_strategy == ("plain" if name == "master" else "kahan")
+    findings = handle.info.fingerprint.findings
+    assert any("load_state_dict casts it" in found for found in findings) == (name == "master")
     loaded = handle.summary()["model"]["edq_ratio"]
     assert (loaded == pytest.approx(1.0, abs=0.05)) == (name != "master")
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(with_agent, without, strict=True))
@@ -150,3 +146,84 @@ def test_an_operator_in_place_changes_the_bits_that_others_view(operator_of):
         view = operator_of(bits, 12)
     assert view is bits
     assert torch.equal(bits, expected)
+
+
+def stepped(make=adamw, steps=1, **options):
+    model, optimizer, handle = watched(make, **options)
+    train(model, optimizer, steps)
+    return handle
+
+
+@pytest.mark.parametrize(
+    ("make", "before", "after"),
+    [
+        (optimizers.Subtracting, "kahan", "kahan"),
+        (optimizers.Master, "master-weights", "master-weights"),
+        (optimizers.Stochastic, "stochastic", "stochastic"),
+        (partial(bitsandbytes.optim.AdamW, lr=1e-3), "plain", "fp32-states"),
+    ],
+)
+def test_the_strategy_is_observed_before_the_first_step_and_after_it(make, before, after):
+    """Of published ones after it: test_matrix.py."""
+    found = [stepped(make, steps).info.observed_strategy for steps in (0, 2)]
+    assert found == [before, after]
+
+
+def test_dtypes_states_and_residuals_are_named():
+    seen = stepped(optimizers.Subtracting).info.fingerprint
+    elements = sum(p.numel() for p in mlp().parameters())
+    assert seen.parameters == seen.gradients == {"bfloat16": elements}
+    assert seen.states == {"a": "bfloat16", "b": "bfloat16"}
+    assert (seen.residual, seen.residual_sign, seen.master) == ("b", -1, None)
+    assert (seen.stochastic_rounding, seen.implementation, seen.findings) == (False, "unknown", [])
+    assert stepped(optimizers.Master).info.fingerprint.master == "b"
+
+
+@pytest.mark.parametrize(
+    ("switches", "implementation"),
+    [
+        ({}, "for-loop"),
+        ({"foreach": True}, "foreach"),
+        ({"foreach": False}, "for-loop"),
+        ({"fused": True}, "fused"),
+    ],
+)
+def test_the_implementation_is_read_from_the_switches(switches, implementation):
+    assert stepped(partial(adamw, **switches)).info.fingerprint.implementation == implementation
+
+
+def test_a_label_that_is_not_what_is_seen_is_a_finding():
+    handle = stepped(strategy="kahan")
+    assert handle.info.observed_strategy == "plain"
+    (found,) = handle.info.fingerprint.findings
+    assert "declared kahan" in found
+    assert "plain is what is seen" in found
+    assert f"finding: {found}" in str(handle)
+    right = stepped(partial(optimi.AdamW, lr=1e-3), strategy="kahan")
+    assert right.info.fingerprint.findings == []
+    assert "finding" not in str(right)
+
+
+def test_quantised_states_are_named_and_read_as_numbers():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).bfloat16()
+    model, optimizer, handle = watched(partial(torchao.optim.AdamW8bit, lr=1e-3), layers)
+    with torch.compiler.set_stance("force_eager"):
+        train(model, optimizer, 3, lambda own, step: own(torch.randn(8, 64).bfloat16()).square().mean())
+    seen = handle.info.fingerprint
+    assert seen.states["exp_avg"] == "OptimState8bit, quantised and bfloat16"
+    assert any("exp_avg is kept in several ways" in found for found in seen.findings)
+    assert handle.info.observed_strategy == "plain"
+    assert handle.summary()["model"]["edq_ratio"] is not None
+
+
+def test_an_older_message_without_a_fingerprint_is_understood_and_the_other_way_round():
+    info = stepped().info
+    sent = msgspec.json.decode(msgspec.json.encode(info))
+    assert msgspec.convert(sent, wire.WatchInfo) == info
+    del sent["fingerprint"]["unexplained"]
+    older = msgspec.convert(sent, wire.WatchInfo).fingerprint
+    assert older is not None
+    assert older.unexplained is None
+    del sent["fingerprint"]
+    assert msgspec.convert(sent, wire.WatchInfo).fingerprint is None

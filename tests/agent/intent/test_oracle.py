@@ -1,15 +1,15 @@
 """The oracle against an fp64 optimizer that trains beside on the same gradients, whole tensors."""
 
-from __future__ import annotations
-
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
-from collage_agent.handle import watch
+from collage_agent import error_guard
+from collage_agent.step.bucket import Bucket
 from collage_optim import STRATEGIES, CollageAdamW
 
-from tests.agent.training import mlp, mlp_loss, train
+from tests.agent.test_watch import Recorder
+from tests.agent.training import backward, mlp, train, watched
 
 
 class Companion:
@@ -37,20 +37,17 @@ def flat(tensors):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
-        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-        lambda p: torch.optim.NAdam(p, lr=1e-3),
+        partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1),
+        partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+        partial(torch.optim.NAdam, lr=1e-3),
     ],
     ids=["AdamW", "SGD", "NAdam"],
 )
 def test_the_oracle_is_an_fp64_optimizer_fed_the_same_gradients(make):
-    model = mlp(width=30)
-    optimizer = make(model.parameters())
-    handle = watch(model, optimizer, every=1, oracle=True, budget=None)
+    model, optimizer, handle = watched(make, mlp(width=30), oracle=True)
     companion = Companion(model, make)
     for step in range(12):
-        optimizer.zero_grad()
-        mlp_loss(model, step).backward()
+        backward(model, step)
         before = flat(model.parameters())
         o = flat(companion.step())
         optimizer.step()
@@ -64,9 +61,7 @@ def test_the_oracle_is_an_fp64_optimizer_fed_the_same_gradients(make):
 
 
 def test_the_oracle_follows_a_sample_of_large_tensors_and_its_interval_is_open():
-    model = mlp(width=90)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=2, oracle=True, budget=None)
+    model, optimizer, handle = watched(model=mlp(width=90), every=2, oracle=True)
     train(model, optimizer, 6)
     layers = handle.summary()["layers"]
     low, high = (layers["2.weight"][f"edq_oracle_ratio_{end}"] for end in ("low", "high"))
@@ -74,37 +69,20 @@ def test_the_oracle_follows_a_sample_of_large_tensors_and_its_interval_is_open()
     assert layers["2.bias"]["edq_oracle_ratio_low"] == layers["2.bias"]["edq_oracle_ratio_high"]
 
 
-def test_tensors_that_skip_steps_are_stepped_by_the_oracle_only_when_they_are_live():
-    model = mlp(width=30)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, oracle=True, budget=None)
-    train(model, optimizer, 2)
-    model[2].requires_grad_(False)
-    train(model, optimizer, 3, start=2)
-    model[2].requires_grad_(True)
-    train(model, optimizer, 2, start=5)
-    layers = handle.summary()["layers"]
-    assert layers["0.weight"]["oracle_steps"] == 7
-    assert layers["2.weight"]["oracle_steps"] == 4
-    assert layers["2.weight"]["oracle_displacement_ratio"] == pytest.approx(1.0, abs=0.5)
-
-
-def test_the_oracle_attaches_to_what_is_set_free_later_and_says_how_far_it_reaches():
+@pytest.mark.parametrize("before", [2, 0])
+def test_tensors_that_skip_steps_are_stepped_by_the_oracle_only_when_they_are_live(before):
     """A layer that was frozen at first was left out for good, and the rest's number was called the model's."""
-    model = mlp(width=30)
-    rest = [*model[2].parameters(), *model[4].parameters()]
-    for parameter in rest:
-        parameter.requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    handle = watch(model, optimizer, every=1, sample="all", oracle=True, budget=None)
-    train(model, optimizer, 3)
-    for parameter in rest:
-        parameter.requires_grad_(True)
-    train(model, optimizer, 4, start=3)
-    found = handle.summary()["layers"]
-    assert {name: values["oracle_steps"] for name, values in found.items()} == {
-        name: 7 if name.startswith("0.") else 4 for name in found
+    model, optimizer, handle = watched(model=mlp(width=30), sample="all", oracle=True)
+    train(model, optimizer, before)
+    model[2:].requires_grad_(False)
+    train(model, optimizer, 3, start=before)
+    model[2:].requires_grad_(True)
+    train(model, optimizer, 4, start=before + 3)
+    layers = handle.summary()["layers"]
+    assert {name: values["oracle_steps"] for name, values in layers.items()} == {
+        name: before + 4 + 3 * name.startswith("0.") for name in layers
     }
+    assert layers["2.weight"]["oracle_displacement_ratio"] == pytest.approx(1.0, abs=0.5)
 
 
 @pytest.mark.slow
@@ -113,9 +91,9 @@ def test_an_error_in_the_state_is_seen_by_the_oracle_and_the_decrements_but_not_
     ratios = {}
     for strategy in ("light", "plus"):
         torch.manual_seed(0)
-        model = torch.nn.Linear(64, 64, bias=False).to(torch.bfloat16)
-        optimizer = CollageAdamW(model.parameters(), lr=1e-4, weight_decay=0.0, strategy=strategy)
-        handle = watch(model, optimizer, every=150, oracle=True, budget=None)
+        make = partial(CollageAdamW, lr=1e-4, weight_decay=0.0, strategy=strategy)
+        layer = torch.nn.Linear(64, 64, bias=False).to(torch.bfloat16)
+        model, optimizer, handle = watched(make, layer, every=150, oracle=True)
         noise = torch.Generator().manual_seed(1)
         for step in range(600):
             gradient = 1e-2 * 0.99**step * (1 + 0.1 * torch.randn(64, 64, generator=noise))
@@ -132,9 +110,7 @@ def test_an_error_in_the_state_is_seen_by_the_oracle_and_the_decrements_but_not_
 @pytest.mark.slow
 @pytest.mark.parametrize("write", ["data", "counted"])
 def test_weights_written_between_steps_restart_the_oracle_and_are_counted(write):
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=2, oracle=True, budget=None)
+    model, optimizer, handle = watched(every=2, oracle=True)
     train(model, optimizer, 4)
     assert handle.summary()["model"]["oracle_steps"] == 4
     weight = next(model.parameters())
@@ -145,8 +121,7 @@ def test_weights_written_between_steps_restart_the_oracle_and_are_counted(write)
         model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
     train(model, optimizer, 2, start=4)
     assert handle.summary()["model"]["oracle_steps"] == 2
-    measurement: Any = handle._last
-    assert measurement.scalars["oracle_restarts"] == 1
+    assert handle._last.scalars["oracle_restarts"] == 1
 
 
 @pytest.mark.slow
@@ -155,10 +130,28 @@ def test_weights_written_between_steps_restart_the_oracle_and_are_counted(write)
     "strategy", ["plain", "stochastic", "light", "plus", "master-weights", "split-master", "split-24bit-8bit"]
 )
 def test_no_restart_without_a_write(strategy):
-    model = mlp()
-    optimizer = CollageAdamW(model.parameters(), lr=1e-2, strategy=strategy)
-    handle = watch(model, optimizer, every=1, oracle=True, budget=None)
+    model, optimizer, handle = watched(partial(CollageAdamW, lr=1e-2, strategy=strategy), oracle=True)
     train(model, optimizer, 12)
     assert handle.summary()["model"]["oracle_steps"] == 12
-    measurement: Any = handle._last
-    assert "oracle_restarts" not in measurement.scalars
+    assert "oracle_restarts" not in handle._last.scalars
+
+
+def test_oracles_attach_anew_after_a_failure_before_the_step(monkeypatch):
+    """A step that they may have missed, because looking at the optimizer failed, is never counted as taken."""
+    recorder = Recorder()
+    model, optimizer, _ = watched(sample=64, oracle=True, reporter=recorder)
+    train(model, optimizer, 3)
+
+    def fails(*arguments, **options):
+        raise ValueError("no look at this step")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, "gather_before", fails)
+        error_guard.raise_in_tests(False)
+        train(model, optimizer, 1, start=3)
+    error_guard.raise_in_tests(True)
+    train(model, optimizer, 2, start=4)
+    last = recorder.measurements[-1]
+    assert recorder.steps == [1, 2, 3, 5, 6]
+    assert last.scalars["oracle_restarts"] == 1
+    assert last.table()["oracle_steps"].max() == 2

@@ -1,6 +1,4 @@
-"""u of our own optimizers, as the agent finds it on the host, against extended precision and torch's AdamW."""
-
-from __future__ import annotations
+"""u of our own optimizers, as the agent finds it on the host, against extended precision."""
 
 import math
 from typing import Any
@@ -72,21 +70,3 @@ def test_u_and_the_averages_are_exact_but_for_the_rounding_of_fp64(case, step):
     assert state["step"] == step
     assert torch.equal(weight, given[0])
     assert torch.equal(gradient, given[1])
-
-
-def test_u_is_that_of_torchs_optimizer():
-    options = {**OPTIONS, "weight_decay": 0.1}
-    weight, gradient, state = drawn(7, amsgrad=False)
-    twin = weight.clone().requires_grad_()
-    twin.grad = gradient.clone()
-    reference = torch.optim.AdamW([twin], foreach=False, **options)
-    reference.state[twin] = {"step": torch.tensor(6.0), **{name: kept.clone() for name, kept in state.items()}}
-    reference.step()
-    ours = CollageAdamW([torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))], **options)
-    found = torch.empty_like(weight)
-    OwnRuleIntent(ours, ours.param_groups[0]).displacement(
-        ours.param_groups[0], {**state, "step": 6}, weight, gradient, found
-    )
-    # torch's own is the difference of two weights.
-    u = twin.detach() - weight
-    assert float((found - u).norm() / u.norm()) < 1e-12

@@ -1,7 +1,5 @@
 """Which optimizers may be stepped on samples, and that asking leaves no trace."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 
@@ -16,90 +14,61 @@ from collage_agent.intent.selftest import run_selftest
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tests.agent.intent.optimizers import ByParameter, GlobalScale
+
 
 def parameters():
     return [nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(4))]
 
 
 ELEMENTWISE = {
-    "SparseAdam": lambda p: torch.optim.SparseAdam(p),
-    "AdamW rate 0": lambda p: torch.optim.AdamW(p, lr=0.0),
-    "AdamW rate 1e-8": lambda p: torch.optim.AdamW(p, lr=1e-8),
-    "AdamW capturable": lambda p: torch.optim.AdamW(p, capturable=True),
-    "Rprop": lambda p: torch.optim.Rprop(p),
+    "SparseAdam": torch.optim.SparseAdam,
+    "AdamW rate 0": partial(torch.optim.AdamW, lr=0.0),
+    "AdamW rate 1e-8": partial(torch.optim.AdamW, lr=1e-8),
+    "AdamW capturable": partial(torch.optim.AdamW, capturable=True),
+    "Rprop": torch.optim.Rprop,
 }
 """Those that are as usual: tests/agent/intent/test_matrix.py."""
 
 
-class Normalised(torch.optim.Optimizer):
+class Normalised(ByParameter):
     """u = −lr · g / ‖g‖: each element depends on all of its tensor."""
 
-    def __init__(self, params):
-        super().__init__(params, {"lr": 1e-3})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(group["lr"] * parameter.grad / parameter.grad.norm())
+    def step_one(self, parameter, group):
+        parameter.sub_(group["lr"] * parameter.grad / parameter.grad.norm())
 
 
-class GlobalScale(Normalised):
-    """Divides by the norm of all gradients together."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-            norm = torch.stack([parameter.grad.norm() for parameter in stepped]).norm()
-            for parameter in stepped:
-                parameter.sub_(group["lr"] * parameter.grad / norm)
-
-
-class Adapting(Normalised):
+class Adapting(ByParameter):
     """Elementwise steps beside a distance estimate over all elements, which would change the rate later."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    group["distance"] = group.get("distance", 0.0) + float(parameter.grad.abs().sum())
-                    parameter.sub_(group["lr"] * parameter.grad)
+    def step_one(self, parameter, group):
+        group["distance"] = group.get("distance", 0.0) + float(parameter.grad.abs().sum())
+        parameter.sub_(group["lr"] * parameter.grad)
 
 
-class Noisy(Normalised):
+class Noisy(ByParameter):
     """Adds random numbers to the gradient."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(group["lr"] * (parameter.grad + torch.randn_like(parameter)))
+    def step_one(self, parameter, group):
+        parameter.sub_(group["lr"] * (parameter.grad + torch.randn_like(parameter)))
 
 
-class CorrectsByNothing(Normalised):
+class CorrectsByNothing(ByParameter):
     """Divides by 1 − β, which is 0: NaN that repeats itself."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(group["lr"] * parameter.grad * 0.0 / torch.zeros_like(parameter))
+    def step_one(self, parameter, group):
+        parameter.sub_(group["lr"] * parameter.grad * 0.0 / torch.zeros_like(parameter))
 
 
 NOT_ELEMENTWISE = {
-    "Adafactor": (lambda p: torch.optim.Adafactor(p), "not elementwise"),
-    "Adafactor without a rate": (lambda p: transformers.Adafactor(p), "not elementwise"),
+    "Adafactor": (torch.optim.Adafactor, "not elementwise"),
+    "Adafactor without a rate": (transformers.Adafactor, "not elementwise"),
     "normalised": (Normalised, "not elementwise"),
     "global scale": (GlobalScale, "not elementwise"),
     "adapting": (Adapting, "depends on all elements"),
     "noisy": (Noisy, "does not repeat"),
     "corrected by nothing": (CorrectsByNothing, "NaN or infinite though gradients are finite"),
-    "LBFGS": (lambda p: torch.optim.LBFGS(p), "cannot step"),
+    "LBFGS": (torch.optim.LBFGS, "cannot step"),
 }
 if hasattr(torch.optim, "Muon"):
     NOT_ELEMENTWISE["Muon"] = (lambda p: torch.optim.Muon(p[:1]), "not elementwise")
@@ -165,15 +134,17 @@ def test_the_test_leaves_parameters_state_hooks_and_random_numbers_alone():
 @pytest.mark.drawn
 @pytest.mark.parametrize("rate", [1e-5, 1e-4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["torchao AdamW8bit", "bitsandbytes AdamW", "bitsandbytes AdamW8bit"])
-def test_a_small_rate_is_no_reason_to_know_nothing(name, dtype, rate):
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (torchao.optim.AdamW8bit, "shadow"),
+        (bitsandbytes.optim.AdamW, "rule"),
+        (bitsandbytes.optim.AdamW8bit, "rule"),
+    ],
+)
+def test_a_small_rate_is_no_reason_to_know_nothing(make, kind, dtype, rate):
     """The probes raise it as a tensor where it is one, and their weights do not drown what it moves."""
-    kinds = {
-        "torchao AdamW8bit": torchao.optim.AdamW8bit,
-        "bitsandbytes AdamW": bitsandbytes.optim.AdamW,
-        "bitsandbytes AdamW8bit": bitsandbytes.optim.AdamW8bit,
-    }
     parameters = [nn.Parameter(torch.randn(24, 30).to(dtype)), nn.Parameter(torch.randn(24).to(dtype))]
     with torch.compiler.set_stance("force_eager"):
-        (intent,) = choose_intent(kinds[name](parameters, lr=rate, betas=(0.9, 0.95)))
-    assert intent.kind == ("shadow" if name.startswith("torchao") else "rule")
+        (intent,) = choose_intent(make(parameters, lr=rate, betas=(0.9, 0.95)))
+    assert intent.kind == kind

@@ -1,7 +1,5 @@
 """u from a copy of the whole optimizer: as an fp64 re-run has it, without a trace, or refused with a reason."""
 
-from __future__ import annotations
-
 import copy
 import functools
 
@@ -15,30 +13,11 @@ from collage_agent.intent.optimizer_clone import isolated
 from collage_agent.step import rotation
 from torch import nn
 
-from tests.agent.intent.references import rerun
-from tests.agent.training import mlp, mlp_loss, train
+from tests.agent.intent.optimizers import GlobalScale
+from tests.agent.intent.references import edq, rerun
+from tests.agent.training import backward, mlp, train, watched
 
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-class GlobalScale(torch.optim.Optimizer):
-    """u = −lr · g / ‖all g‖, with a momentum in the weight's dtype."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    def rate(self, group, parameter):
-        return group["lr"]
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        stepped = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for _, p in stepped]).norm()
-        for group, p in stepped:
-            state = self.state[p]
-            momentum = state.setdefault("momentum", torch.zeros_like(p))
-            momentum.lerp_(p.grad / norm, 0.1)
-            p.sub_(self.rate(group, p) * momentum)
 
 
 class Unscaling(GlobalScale):
@@ -74,6 +53,10 @@ def groups(model):
     return [{"params": [p for p in model.parameters() if p.dim() == n]} for n in (1, 2)]
 
 
+def in_groups(make, model, **options):
+    return watched(lambda _: make(groups(model)), model, **options)
+
+
 MAKES = {
     "global scale": GlobalScale,
     "Prodigy": functools.partial(pytorch_optimizer.Prodigy, weight_decay=0.01),
@@ -104,17 +87,13 @@ def outside(optimizer):
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("name", MAKES)
 def test_u_is_that_of_a_rerun_outside_and_edq_is_the_truth(name, dtype):
-    model = mlp(dtype=dtype)
-    optimizer = MAKES[name](groups(model))
-    handle = watch(model, optimizer, every=1, sample="all", budget=None)
+    model, optimizer, handle = in_groups(MAKES[name], mlp(dtype=dtype), sample="all")
     assert handle.info.intent == "whole-optimizer"
     places = [p for group in optimizer.param_groups for p in group["params"]]
     copied = handle._hooks[0].measurer._copied
-    assert copied is not None
     train(model, optimizer, 3)
     for step in range(3, 6):
-        optimizer.zero_grad()
-        mlp_loss(model, step).backward()
+        backward(model, step)
         expected, before = outside(optimizer), [p.detach().double() for p in places]
         with isolated(torch.device("cpu")):
             copied.begin(optimizer, [intent.composition for intent in handle._hooks[0]._intents])
@@ -123,21 +102,17 @@ def test_u_is_that_of_a_rerun_outside_and_edq_is_the_truth(name, dtype):
             for p, u in zip(places, expected, strict=True):
                 assert torch.allclose(copied.stepped(p)[0], u, rtol=1e-12, atol=1e-12 * float(u.abs().max()))
         optimizer.step()
-        moved = [p.detach().double() - start for p, start in zip(places, before, strict=True)]
-        product = sum(float((u * e).sum()) for u, e in zip(expected, moved, strict=True))
-        square = sum(float((u * u).sum()) for u in expected)
         values = handle.summary()["model"]
-        assert values["edq_ratio"] == pytest.approx(product / square, rel=1e-9)
-        lost = sum(int(((u != 0) & (e == 0)).sum()) for u, e in zip(expected, moved, strict=True))
+        assert values["edq_ratio"] == pytest.approx(edq(expected, before, places), rel=1e-9)
+        still = [p.detach().double() == start for p, start in zip(places, before, strict=True)]
+        lost = sum(int(((u != 0) & e).sum()) for u, e in zip(expected, still, strict=True))
         active = sum(int((u != 0).sum()) for u in expected)
         assert values["lost_update_ratio"] == pytest.approx(lost / active, rel=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "health"), [(BF16, "losing updates"), (FP32, "healthy")])
 def test_the_verdict_of_prodigy_is_known(dtype, health):
-    model = mlp(dtype=dtype)
-    optimizer = pytorch_optimizer.Prodigy(model.parameters())
-    handle = watch(model, optimizer, every=1, budget=None)
+    model, optimizer, handle = watched(pytorch_optimizer.Prodigy, mlp(dtype=dtype))
     train(model, optimizer, 12)
     assert str(handle).splitlines()[0].endswith(health)
     assert "a copy of the whole optimizer is stepped for group 0" in str(handle)
@@ -145,9 +120,7 @@ def test_the_verdict_of_prodigy_is_known(dtype, health):
 
 
 def test_a_sample_is_compared_with_its_own_part_of_the_copy():
-    model = mlp(dtype=FP32, width=300)
-    optimizer = GlobalScale(groups(model))
-    handle = watch(model, optimizer, every=1, sample=64, budget=None)
+    model, optimizer, handle = in_groups(GlobalScale, mlp(dtype=FP32, width=300), sample=64)
     train(model, optimizer, 4)
     layers = handle.summary()["layers"]
     assert layers["2.weight"]["sampled"] < layers["2.weight"]["elements"]
@@ -159,14 +132,11 @@ def test_a_sample_is_compared_with_its_own_part_of_the_copy():
 def test_gradients_are_unscaled_for_the_copy_where_the_optimizer_does_it():
     found = []
     for scale in (1.0, 1024.0):
-        model = mlp(dtype=FP32)
-        optimizer = Unscaling(groups(model))
-        handle = watch(model, optimizer, every=1, budget=None)
+        model, optimizer, handle = in_groups(Unscaling, mlp(dtype=FP32))
         assert handle.info.intent == "whole-optimizer"
         optimizer.grad_scale = torch.tensor(scale)
         for step in range(2):
-            model.zero_grad()
-            (mlp_loss(model, step) * scale).backward()
+            backward(model, step, scale=scale)
             optimizer.step()
         found.append(handle.summary()["model"]["edq_ratio"])
     assert found == pytest.approx([1.0, 1.0], abs=1e-3)
@@ -197,15 +167,11 @@ def assert_untouched(make):
     return with_agent[3]
 
 
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("name", [*MAKES, "of a generator of its own"])
 def test_training_is_bit_identical(name):
-    handle = assert_untouched(MAKES[name])
-    assert handle.summary()["model"]["edq_ratio"] is not None
-
-
-def test_a_generator_of_its_own_is_left_alone():
-    handle = assert_untouched(OfGenerator)
-    assert "as its clone steps fp64 ones" in handle.info.intent_reason
+    handle = assert_untouched(MAKES.get(name, OfGenerator))
+    assert (handle.summary()["model"]["edq_ratio"] is not None) == (name in MAKES)
+    assert ("as its clone steps fp64 ones" in handle.info.intent_reason) == (name not in MAKES)
 
 
 class ByIdentity(GlobalScale):
@@ -280,6 +246,7 @@ def test_what_no_copy_can_follow_is_unknown_with_the_reason_and_trains_on(kind, 
     error_guard.raise_in_tests(False)
     handle = assert_untouched(kind)
     assert handle.info.intent == "before-after"
+    assert handle._assembly.last.layout.watch == handle.info, "what is sent"
     assert REFUSED[kind] in handle.info.intent_reason
     values = handle.summary()["model"]
     assert values["edq_ratio"] is None
@@ -289,13 +256,7 @@ def test_what_no_copy_can_follow_is_unknown_with_the_reason_and_trains_on(kind, 
     assert not handle._guard.failures
 
 
-def test_a_refusal_reaches_what_is_sent(caplog):
-    error_guard.raise_in_tests(False)
-    handle = training(InSixtyFour, watched=True)[-1]
-    assert handle._assembly.last.layout.watch.intent == "before-after"
-
-
-def test_more_elements_than_the_bound_are_not_copied(monkeypatch):
+def test_more_elements_than_the_bound_are_not_copied_nor_on_several_ranks(monkeypatch):
     model = mlp()
     elements = sum(p.numel() for p in model.parameters())
     for most, intent in ((elements, "whole-optimizer"), (elements - 1, "before-after")):
@@ -303,10 +264,7 @@ def test_more_elements_than_the_bound_are_not_copied(monkeypatch):
         handle = watch(model, GlobalScale(groups(model)), every=1)
         assert handle.info.intent == intent
     assert f"{elements} elements are more than the {elements - 1}" in handle.info.intent_reason
-
-
-def test_several_ranks_copy_nothing(monkeypatch):
-    model = mlp()
+    monkeypatch.undo()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
@@ -316,9 +274,7 @@ def test_several_ranks_copy_nothing(monkeypatch):
 
 
 def test_what_costs_more_than_the_budget_is_given_up():
-    model = mlp()
-    optimizer = GlobalScale(groups(model))
-    handle = watch(model, optimizer, every=1, sample=2048, budget=0.01)
+    model, optimizer, handle = in_groups(GlobalScale, mlp(), sample=2048, budget=0.01)
     governor, measurer = handle._governor, handle._hooks[0].measurer
     train(model, optimizer, 1)
     assert measurer.copies_optimizer
@@ -331,11 +287,8 @@ def test_what_costs_more_than_the_budget_is_given_up():
 
 def test_a_sparse_gradient_has_no_copy():
     torch.manual_seed(0)
-    model = nn.Embedding(16, 8, sparse=True)
-    optimizer = GlobalScale(model.parameters())
-    handle = watch(model, optimizer, every=1, budget=None)
+    model, optimizer, handle = watched(GlobalScale, nn.Embedding(16, 8, sparse=True))
     copied = handle._hooks[0].measurer._copied
-    assert copied is not None
     model(torch.tensor([1, 2])).square().sum().backward()
     copied.begin(optimizer, [intent.composition for intent in handle._hooks[0]._intents])
     assert copied.refused == "GlobalScale steps a sparse gradient, and its tensors hang together"

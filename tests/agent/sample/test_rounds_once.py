@@ -1,7 +1,5 @@
 """How stored parts are read: residuals, which averages decay, and where torch's cast to 16 bits rounds once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Blocks: aligned, without replacement, a prefix when fewer, the ragged tail as a smaller unit."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np
@@ -69,10 +67,17 @@ def test_every_block_the_ragged_one_included_is_drawn_equally_often(ragged):
     assert all(abs(count - expected) < 5 * expected**0.5 for count in drawn.values())
 
 
+def laid_out(tensors, itemsize, cap, names="abcdefgh", **options):
+    """A sample of each tensor, and their layout."""
+    if len(tensors) > len(names):
+        names = [f"t{place}" for place in range(len(tensors))]
+    samples = [draw(name, t.numel(), itemsize, cap, **options) for name, t in zip(names, tensors, strict=False)]
+    return samples, BlockLayout(samples, tensors)
+
+
 def test_gathering_reads_exactly_the_chosen_elements():
     tensors = [torch.arange(n, dtype=torch.float32) + 1000.0 * i for i, n in enumerate((1000, 40, 16, 1), start=1)]
-    samples = [draw(f"t{i}", tensor.numel(), 4, 128) for i, tensor in enumerate(tensors)]
-    layout = BlockLayout(samples, tensors)
+    samples, layout = laid_out(tensors, 4, 128)
     staging = Staging(layout, torch.float32)
     layout.gather(tensors, staging)
     values = staging.values.view(-1, layout.block)
@@ -89,8 +94,7 @@ def test_gathering_reads_exactly_the_chosen_elements():
 def test_many_tensors_of_one_shape_are_gathered_as_they_are(contiguous):
     shapes = [(4, 8), (3, 5), (64,), (2000,), (2, 4, 2, 2)]
     tensors = [torch.randn(shapes[index % 5]) + index for index in range(150)]
-    samples = [draw(f"t{index}", tensor.numel(), 4, 128) for index, tensor in enumerate(tensors)]
-    layout = BlockLayout(samples, tensors)
+    samples, layout = laid_out(tensors, 4, 128)
     staging = Staging(layout, torch.float32)
     assert len(staging.alike) == 3
     if not contiguous:  # As gradients can be.
@@ -109,8 +113,7 @@ def test_many_tensors_of_one_shape_are_gathered_as_they_are(contiguous):
 
 def test_a_layout_holds_while_its_tensors_lie_in_memory_as_they_did():
     tensors = [torch.zeros(40, 64), *(torch.zeros(4, 16) for _ in range(16))]
-    samples = [draw(f"t{place}", tensor.numel(), 4, 256) for place, tensor in enumerate(tensors)]
-    layout = BlockLayout(samples, tensors)
+    _, layout = laid_out(tensors, 4, 256)
     assert layout.holds([tensor + 1 for tensor in tensors])
     for other in (torch.zeros(64, 40).t(), torch.zeros(40, 64, device="meta")):
         assert not layout.holds([other, *tensors[1:]])
@@ -162,24 +165,19 @@ def blocks_of(padded, samples, layout):
     return torch.from_numpy(found)
 
 
-def test_a_tensor_that_has_become_smaller_is_not_read_beyond_its_end():
-    tensors = [torch.zeros(5000), torch.ones(300)]
-    layout = BlockLayout([draw("a", 5000, 4, 256), draw("b", 300, 4, 256)], tensors)
-    staging = Staging(layout, torch.float32)
-    layout.gather(tensors, staging)
-    with pytest.raises((RuntimeError, IndexError)):
-        layout.gather([torch.zeros(64), tensors[1]], staging)
-
-
+@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("becomes", [lambda data: torch.zeros(64), lambda data: data.bfloat16()])
 @pytest.mark.parametrize("of", [0, 1])
-def test_a_tensor_whose_data_has_become_smaller_is_not_read_beyond_its_end(becomes, of):
+def test_a_tensor_that_has_become_smaller_is_not_read_beyond_its_end(becomes, of, in_place):
     tensors = [torch.zeros(5000), torch.ones(4096)]
-    layout = BlockLayout([draw("a", 5000, 4, 256), draw("b", 4096, 4, 256)], tensors)
+    _, layout = laid_out(tensors, 4, 256)
     staging = Staging(layout, torch.float32)
     for _ in range(2):
         layout.gather(tensors, staging)
-    tensors[of].data = becomes(tensors[of].data)
+    if in_place:
+        tensors[of].data = becomes(tensors[of].data)
+    else:
+        tensors[of] = becomes(tensors[of])
     with pytest.raises((RuntimeError, IndexError)):
         layout.gather(tensors, staging)
 
@@ -200,8 +198,8 @@ def test_whole_tensors_are_looked_at_for_their_squares_and_the_largest(dtype):
     generator = torch.Generator().manual_seed(3)
     tensors = [torch.randn(count, generator=generator).to(dtype) for count in (5000, 300, 7001)]
     tensors[2][4321] = -30.0
-    samples = [draw(name, tensor.numel(), dtype.itemsize, 512) for name, tensor in zip("abc", tensors, strict=True)]
-    total, largest = BlockLayout(samples, tensors).whole_squares(samples, tensors)
+    samples, layout = laid_out(tensors, dtype.itemsize, 512)
+    total, largest = layout.whole_squares(samples, tensors)
     exact = [tensor.double().square() for tensor in tensors]
     assert samples[1].whole
     assert (total[1], largest[1]) == (0.0, 0.0)
@@ -237,12 +235,9 @@ def test_coupled_moments_are_gathered_and_counted_once_and_the_second_is_judged(
     assert bytes_per_parameter([optimizer]) == size + 2 * 4 / 128
     state = state_of(optimizer, weight)
     layout = StateLayout.of(weight, state, OURS)
-    assert [(entry.name, entry.is_decaying) for entry in layout.averages] == [
-        ("exp_avg", False),
-        ("exp_avg_sq", True),
-    ]
-    sample = draw("w", weight.numel(), 2, 1024)
-    gathered = GatheredSample(BlockLayout([sample], [weight]), OURS)
+    assert {entry.name: entry.is_decaying for entry in layout.averages} == {"exp_avg": False, "exp_avg_sq": True}
+    (sample,), blocks = laid_out([weight], 2, 1024)
+    gathered = GatheredSample(blocks, OURS)
     gathered.gather(layout.kept, [state], weights=[weight])
     for name in ("exp_avg", "exp_avg_sq"):
         expected = reference_value(optimizer.state[weight], name).view(-1, sample.block)[sample.rows].flatten()
@@ -250,8 +245,7 @@ def test_coupled_moments_are_gathered_and_counted_once_and_the_second_is_judged(
 
 
 def test_sums_are_scaled_to_the_tensor_and_variances_by_the_square():
-    sample = draw("w", 3200, 2, 320)
-    sizes = SampleSizes([sample], BlockLayout([sample], [torch.zeros(3200, dtype=torch.bfloat16)]))
+    sizes = SampleSizes(*laid_out([torch.zeros(3200, dtype=torch.bfloat16)], 2, 320))
     keys = ("measured_steps", "variance_numerator/edq_ratio", "intended_squared_sum", "rounding_variance")
     assert sizes.factors(keys).flatten().tolist() == [1.0, 1.0, 10.0, 100.0]
     assert sizes.factors(keys, frozenset({"intended"})).isnan().flatten().tolist() == [False, True, True, True]

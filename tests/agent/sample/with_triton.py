@@ -28,16 +28,8 @@ from collage_optim.device_step import OPTIONS
 
 from tests.agent.training import mlp, train
 
-DTYPES = [
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.int16,
-    torch.uint8,
-]
-DTYPES += [torch.bool, torch.complex64]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn]
+DTYPES += [torch.int16, torch.uint8, torch.bool, torch.complex64]
 """What weights, gradients and states have been seen in, and some that they have not."""
 
 
@@ -102,12 +94,7 @@ def law(seed, rounds):
         sources = []
         for dtype in draw.choices(DTYPES, k=draw.randrange(1, 4)):
             like = [
-                torch.empty_strided(weight.shape, weight.stride(), dtype=dtype).set_(
-                    (own := somewhere(draw, weight.numel(), dtype)).untyped_storage(),
-                    own.storage_offset(),
-                    weight.shape,
-                    weight.stride(),
-                )
+                somewhere(draw, weight.numel(), dtype).as_strided(weight.shape, weight.stride())
                 for weight in weights
             ]
             sources.append(Source(like, Staging(layout, dtype), draw.random() < 0.5))

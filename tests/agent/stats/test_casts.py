@@ -1,29 +1,31 @@
 """Copies of weights in real runs against counts by hand, over steps and windows, whole and sampled."""
 
-from __future__ import annotations
-
+import collections
 import math
 from fractions import Fraction
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from collage_agent.handle import watch
 from collage_optim import CollageAdamW
 from torch import nn
 
 from collage_monitor.statistics.casts import FORMATS
 from tests.agent.step.test_measurer import totals_of
 from tests.agent.step.test_windows import CYCLE, reference_update
+from tests.agent.training import adamw, watched
 from tests.reference import casts, diagnostics
 
 pytestmark = pytest.mark.slow
 
+OPTIONS: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.1}
 WAYS = {
-    "fp32": (torch.float32, lambda p: torch.optim.AdamW(p, lr=3e-4, weight_decay=0.1)),
-    "pairs": (torch.bfloat16, lambda p: CollageAdamW(p, lr=3e-4, weight_decay=0.1, strategy="light")),
-    "master": (torch.bfloat16, lambda p: CollageAdamW(p, lr=3e-4, weight_decay=0.1, strategy="master-weights")),
-    "counts": (torch.bfloat16, lambda p: CollageAdamW(p, lr=3e-4, weight_decay=0.1, strategy="split-master")),
+    "fp32": (torch.float32, partial(adamw, **OPTIONS)),
+    "pairs": (torch.bfloat16, partial(CollageAdamW, **OPTIONS, strategy="light")),
+    "master": (torch.bfloat16, partial(CollageAdamW, **OPTIONS, strategy="master-weights")),
+    "counts": (torch.bfloat16, partial(CollageAdamW, **OPTIONS, strategy="split-master")),
 }
 CASTS = (*FORMATS, "bf16>fp8_tensor", "bf16>fp8_block128", "bf16>mxfp8", "bf16>nvfp4_2d")
 _TILES = ("0.weight", "2.weight")
@@ -79,21 +81,16 @@ def intended(optimizer, parameter):
 def watched_steps(way, steps, **options):
     """(handle, names, [θ before each step and after the last], [u of each step]) of a run, all by layer."""
     dtype, make = WAYS[way]
-    model = model_of(dtype)
-    optimizer = make(model.parameters())
-    handle = watch(model, optimizer, every=1, budget=None, casts=CASTS, **options)
-    named = dict(model.named_parameters())
-    ends: dict[str, list] = {name: [] for name in named}
-    updates: dict[str, list] = {name: [] for name in named}
-    for step in range(steps):
+    model, optimizer, handle = watched(make, model_of(dtype), casts=CASTS, **options)
+    ends, updates = collections.defaultdict(list), collections.defaultdict(list)
+    for step in range(steps + 1):
         gradients(model, step)
-        for name, parameter in named.items():
+        for name, parameter in model.named_parameters():
             ends[name].append(stored(optimizer, parameter))
             updates[name].append(intended(optimizer, parameter))
-        optimizer.step()
-    for name, parameter in named.items():
-        ends[name].append(stored(optimizer, parameter))
-    return handle, ends, updates
+        if step < steps:
+            optimizer.step()
+    return handle, ends, {name: found[:steps] for name, found in updates.items()}
 
 
 def check(totals, expected, key, way):
@@ -155,8 +152,7 @@ def test_a_sample_counts_whole_blocks_of_the_formats(name, shape):
     model, values = nn.Module(), torch.randn(shape) * torch.randn(shape[:-1]).exp().unsqueeze(-1)
     weight = nn.Parameter(values)
     model.register_parameter("weight", weight)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, sample=1024, budget=None, casts=(name,))
+    _, optimizer, handle = watched(model=model, sample=1024, casts=(name,))
     gradients(model, 0)
 
     def copies():
@@ -183,23 +179,19 @@ def test_a_sample_counts_whole_blocks_of_the_formats(name, shape):
 
 def test_a_sync_is_forecast_in_the_bytes_that_a_count_by_hand_finds():
     torch.manual_seed(2)
-    model = nn.Linear(128, 128, bias=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    handle = watch(model, optimizer, every=1, sample="all", casts=CASTS, windows=(2,))
+    layer = nn.Linear(128, 128, bias=False)
+    model, optimizer, handle = watched(partial(adamw, lr=1e-5), layer, sample="all", casts=CASTS, windows=(2,))
     ends = []
     for step in range(8):
         gradients(model, step)
         ends.append(model.weight.detach().numpy().copy())
         optimizer.step()
-    ends.append(model.weight.detach().numpy())
-    found = handle.summary()["model"]
+    found, last = handle.summary()["model"], model.weight.detach().numpy()
     for name in CASTS:
-        sent, dense = casts.sync_bytes(ends[-2], ends[-1], name)
-        assert found[f"cast_sync_bytes/{name}"] == pytest.approx(sent, rel=1e-9), name
-        assert found[f"cast_sync_ratio/{name}"] == pytest.approx(sent / dense, rel=1e-9), name
-        sent, dense = casts.sync_bytes(ends[-3], ends[-1], name)
-        assert found[f"cast_sync_window_bytes/{name}/2"] == pytest.approx(sent, rel=1e-9), name
-        assert found[f"cast_sync_window_ratio/{name}/2"] == pytest.approx(sent / dense, rel=1e-9), name
+        for before, kind, label in ((ends[-1], "sync", name), (ends[-2], "sync_window", f"{name}/2")):
+            sent, dense = casts.sync_bytes(before, last, name)
+            assert found[f"cast_{kind}_bytes/{label}"] == pytest.approx(sent, rel=1e-9), label
+            assert found[f"cast_{kind}_ratio/{label}"] == pytest.approx(sent / dense, rel=1e-9), label
 
 
 def test_codes_move_under_quantisation_aware_training_where_weights_keep_the_updates():
@@ -207,9 +199,9 @@ def test_codes_move_under_quantisation_aware_training_where_weights_keep_the_upd
     moved, kept = {}, {}
     for dtype in (torch.bfloat16, torch.float32):
         torch.manual_seed(4)
+        options = {"sample": "all", "casts": ("int8_channel",), "windows": (32,)}
         layer = nn.Linear(32, 24, bias=False).to(dtype)
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-5)
-        handle = watch(layer, optimizer, every=1, sample="all", budget=None, casts=("int8_channel",), windows=(32,))
+        _, optimizer, handle = watched(partial(adamw, lr=1e-5), layer, **options)
         start, target = layer.weight.detach().double().numpy(), torch.randn(24, 32)
         for step in range(128):
             start = layer.weight.detach().double().numpy() if step == 96 else start
@@ -232,9 +224,7 @@ def test_codes_move_under_quantisation_aware_training_where_weights_keep_the_upd
 
 
 def test_weights_as_narrow_as_the_copy_have_none():
-    model = model_of(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, casts=("bf16", "fp8_e4m3"))
+    model, optimizer, handle = watched(model=model_of(torch.bfloat16), casts=("bf16", "fp8_e4m3"))
     gradients(model, 0)
     optimizer.step()
     values = handle.summary()["model"]
@@ -246,8 +236,7 @@ def test_weights_as_narrow_as_the_copy_have_none():
 def test_a_number_beside_the_layers_has_no_copy_in_blocks(name):
     model = nn.Linear(64, 32)
     model.scale = nn.Parameter(torch.tensor(2.0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, sample="all", casts=(name,))
+    _, optimizer, handle = watched(model=model, sample="all", casts=(name,))
     gradients(model, 0)
     optimizer.step()
     layers = handle.summary()["layers"]
@@ -263,9 +252,8 @@ def test_an_element_whose_copy_overflows_is_left_out(columns, bad):
     model = nn.Linear(columns, 2, bias=False)
     with torch.no_grad():
         model.weight[0, 3] = 1e6
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     names = ("fp16", "fp8_e5m2", "fp16>fp8_e5m2")
-    handle = watch(model, optimizer, every=1, sample="all", casts=names)
+    _, optimizer, handle = watched(partial(torch.optim.SGD, lr=1.0), model, sample="all", casts=names)
     gradients(model, 0)
     gradient = model.weight.grad
     assert gradient is not None
@@ -292,7 +280,5 @@ def test_an_element_whose_copy_overflows_is_left_out(columns, bad):
     "casts_asked", [("bfloat16",), ("bf16", "bf16"), "bf16", ("mxfp8>bf16",), ("bf16>",), ("bf16>bf16",)]
 )
 def test_a_format_that_is_not_known_is_refused_by_name(casts_asked):
-    model = model_of(torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(ValueError, match=r"casts=.*pass different ones of bf16, fp16, fp8_e4m3"):
-        watch(model, optimizer, casts=casts_asked)
+        watched(casts=casts_asked)

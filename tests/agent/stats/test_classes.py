@@ -1,7 +1,5 @@
 """Classes counted by block, against the definitions element by element in exact fractions."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,13 +1,16 @@
-"""Counterfactuals against exact fractions."""
-
-from __future__ import annotations
+"""Counterfactuals against exact fractions, and of real steps: from the same θ and u, about once in a hundred."""
 
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
 from collage_agent.stats.counterfactuals import COUNTERFACTUAL_SUMS, counterfactual_block_sums, fp8_scales
+from collage_agent.watching.governor import Governor
+from collage_optim import CollageAdamW
 
+from tests.agent.step.test_measurer import step_with_reference, totals_of
+from tests.agent.training import adamw, mlp, train, watched
 from tests.reference import diagnostics
 from tests.reference.expansions import LAYOUTS
 
@@ -55,3 +58,73 @@ def test_stochastic_rounding_really_has_this_variance():
     assert torch.allclose(seen.mean(0) - theta, u, atol=5e-5)
     variance = counterfactual_block_sums(theta, u, torch.ones(1, dtype=torch.float64), 4)[-1, 0]
     assert float(variance) == pytest.approx(float(seen.var(0).sum()), rel=0.03)
+
+
+@pytest.mark.slow
+def test_an_fp32_run_says_what_16_bits_would_have_kept():
+    wide = mlp(dtype=torch.float32, width=24)
+    model, optimizer, handle = watched(partial(adamw, lr=1e-4), wide, sample="all", first_step=98)
+    for step in range(3):
+        expected = step_with_reference(model, optimizer, step)
+    for layer, totals in totals_of(handle).items():
+        theta, _, u, _ = expected[layer]
+        scale = Fraction(float(theta.abs().max()) / 448)
+        exact = diagnostics.counterfactuals(diagnostics.exact(theta), diagnostics.exact(u), scale)
+        assert totals["counterfactual_squared_sum"] == pytest.approx(float(exact["squared"]), rel=1e-9)
+        for key, name in (
+            ("kept_sum/plain/bf16", "plain"),
+            ("kept_sum/light/bf16", "light"),
+            ("kept_sum/plain/fp8", "fp8"),
+            ("variance_sum/stochastic/bf16", "variance"),
+        ):
+            assert totals[f"counterfactual_{key}"] == pytest.approx(float(exact[name]), rel=1e-6, abs=1e-12), key
+    train(model, optimizer, 1, start=3)
+    values = handle.summary()["model"]
+    assert handle.summary()["step"] == 101
+    assert values["counterfactual_edq_ratio/plain/bf16"] < 0.9
+    assert values["counterfactual_edq_ratio/light/bf16"] == pytest.approx(1.0, abs=1e-3)
+    assert values["counterfactual_edq_ratio/stochastic/bf16"] == 1.0
+    assert values["counterfactual_edq_ratio/plain/fp8"] < 0.5
+    assert values["counterfactual_variance_ratio/stochastic/bf16"] > 1.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(adamw, weight_decay=0.0, fused=True),
+        *(partial(CollageAdamW, lr=1e-3, strategy=strategy) for strategy in ("light", "master-weights")),
+    ],
+    ids=["plain", "light", "master-weights"],
+)
+def test_of_a_plain_run_the_plain_one_is_what_happened_and_ours_start_from_the_stored_weight(make):
+    model, optimizer, handle = watched(make, sample=1024, first_step=98)
+    train(model, optimizer, 3)
+    values = handle.summary()["model"]
+    plain, light = (values[f"counterfactual_edq_ratio/{name}/bf16"] for name in ("plain", "light"))
+    if make.func is adamw:
+        assert plain == pytest.approx(values["edq_ratio"], rel=1e-3)
+    else:
+        assert light == pytest.approx(1.0, abs=1e-2)
+        assert abs(1 - plain) > 0.02
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [100, 200]), (10, [100, 200]), (64, [128]), (500, [])])
+def test_they_are_made_at_measured_steps_about_once_in_a_hundred(every, steps):
+    governor = Governor(every, 4096, None)
+    measured = [step for step in range(1, 256) if step % governor.interval == 0]
+    assert [step for step in measured if governor.counterfactuals_due(step)] == steps
+    governor.doublings = 1
+    doubled = [2 * step for step in steps if step < 128]
+    assert [step for step in measured if governor.counterfactuals_due(step)] == doubled
+
+
+def test_values_that_are_not_finite_leave_the_others_alone():
+    sgd = partial(torch.optim.SGD, lr=1e-2)
+    model, optimizer, handle = watched(sgd, mlp(dtype=torch.float32), sample="all", first_step=100)
+    with torch.no_grad():
+        model[4].bias[0] = torch.inf
+    train(model, optimizer, 1)
+    values = handle.summary()["layers"]["4.bias"]
+    assert values["nonfinite"] >= 1
+    assert values["counterfactual_edq_ratio/light/bf16"] == pytest.approx(1.0, abs=1e-2)
+    assert values["counterfactual_edq_ratio/plain/fp8"] is not None

@@ -1,18 +1,17 @@
 """Decoupled decay as a rounded operation of its own, against exact fractions."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from collage_agent.handle import watch
 from collage_agent.stats.optimizer_state import decay_block_sums, decay_is_lost, measure_decay
 from collage_agent.step.layout import decoupled_rate
 from collage_optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD
 
+from tests.agent.intent.optimizers import ByParameter
+from tests.agent.training import watched
 from tests.reference import diagnostics
 from tests.reference.expansions import LAYOUTS
 
@@ -51,13 +50,6 @@ def test_where_decay_moves_nothing_is_known_without_looking():
     assert not decay_is_lost(torch.tensor(1e-30), torch.bfloat16)
 
 
-def test_what_is_left_out_enters_no_sum():
-    values = torch.tensor([1.0, torch.inf, torch.nan, 2.0], dtype=torch.float64)
-    excluded = torch.tensor([0, 1, 1, 0], dtype=torch.uint8)
-    found = decay_block_sums(values, 0.5, torch.bfloat16, excluded, 4)
-    assert found[:, 0].tolist() == [0.25 + 1.0, 0.25 + 1.0]
-
-
 @pytest.mark.parametrize("rate", [1e-4, 0.1])
 @pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("is_sum", [True, False])
@@ -84,34 +76,26 @@ def test_the_visible_weight_decays_whatever_is_kept_beside_it(is_sum, finite, ra
     assert (kept == 0) == decay_is_lost(rate, torch.bfloat16)
 
 
-class Random(torch.optim.Optimizer):
+class Random(ByParameter):
     """AdamW that rounds its update at random; the decay is a product in bfloat16 before it, or part of it."""
 
-    def __init__(self, params, *, apart, decay):
-        super().__init__(params, {"lr": 1e-3, "weight_decay": decay, "betas": (0.9, 0.95)})
-        self.apart = apart
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            rate, decay = group["lr"], group["lr"] * group["weight_decay"]
-            for own in group["params"]:
-                state, dtype = self.state[own], torch.promote_types(own.dtype, torch.float32)
-                gradient = own.grad.to(dtype)
-                if not state:
-                    state.update(step=0, exp_avg=torch.zeros_like(gradient), exp_avg_sq=torch.zeros_like(gradient))
-                state["step"] += 1
-                state["exp_avg"].lerp_(gradient, 0.1)
-                state["exp_avg_sq"].lerp_(gradient.square(), 0.05)
-                if self.apart:
-                    own.mul_(1 - decay)
-                wide = own.to(gradient.dtype) if self.apart else own.to(gradient.dtype) * (1 - decay)
-                root = (state["exp_avg_sq"] / (1 - 0.95 ** state["step"])).sqrt() + 1e-8
-                wide = wide.addcdiv(state["exp_avg"] / (1 - 0.9 ** state["step"]), root, value=-rate)
-                if own.dtype == torch.bfloat16:
-                    noise = torch.randint_like(wide, 0, 65536, dtype=torch.int32)
-                    wide = ((wide.view(torch.int32) + noise) & -65536).view(torch.float32)
-                own.copy_(wide)
+    def step_one(self, own, group):
+        state, decay = self.state[own], group["lr"] * group["weight_decay"]
+        gradient = own.grad.to(torch.promote_types(own.dtype, torch.float32))
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(gradient), exp_avg_sq=torch.zeros_like(gradient))
+        state["step"] += 1
+        state["exp_avg"].lerp_(gradient, 0.1)
+        state["exp_avg_sq"].lerp_(gradient.square(), 0.05)
+        if group["apart"]:
+            own.mul_(1 - decay)
+        wide = own.to(gradient.dtype) if group["apart"] else own.to(gradient.dtype) * (1 - decay)
+        root = (state["exp_avg_sq"] / (1 - 0.95 ** state["step"])).sqrt() + 1e-8
+        wide = wide.addcdiv(state["exp_avg"] / (1 - 0.9 ** state["step"]), root, value=-group["lr"])
+        if own.dtype == torch.bfloat16:
+            noise = torch.randint_like(wide, 0, 65536, dtype=torch.int32)
+            wide = ((wide.view(torch.int32) + noise) & -65536).view(torch.float32)
+        own.copy_(wide)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +105,10 @@ def test_decay_that_is_rounded_by_itself_is_lost_beside_an_update_rounded_at_ran
     """Of 16,384 elements none decayed, and the word was "healthy"."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64)).bfloat16()
-    optimizer = Random(model.parameters(), apart=apart, decay=decay)
-    handle = watch(model, optimizer, every=1, sample="all", windows=(16,), budget=None)
+    betas = (0.9, 0.95)
+    _, optimizer, handle = watched(
+        lambda p: Random(p, weight_decay=decay, betas=betas, apart=apart), model, sample="all", windows=(16,)
+    )
     for _ in range(40):
         inputs = torch.randn(32, 64).bfloat16()
         (model(inputs).float() - inputs.float()).square().mean().backward()
@@ -134,19 +120,20 @@ def test_decay_that_is_rounded_by_itself_is_lost_beside_an_update_rounded_at_ran
 
 
 @pytest.mark.parametrize(
-    ("make", "rate"),
+    ("kind", "options", "rate"),
     [
-        (lambda p: torch.optim.AdamW(p, lr=0.5, weight_decay=0.25), 0.125),
-        (lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.5), weight_decay=0.25), 0.125),
-        (lambda p: torch.optim.Adam(p, lr=0.5, weight_decay=0.25), None),
-        (lambda p: torch.optim.NAdam(p, lr=0.5, weight_decay=0.25, decoupled_weight_decay=True), 0.125),
-        (lambda p: torch.optim.SGD(p, lr=0.5, weight_decay=0.25), None),
-        (lambda p: CollageAdamW(p, lr=0.5, weight_decay=0.25), 0.125),
-        (lambda p: CollageLion(p, lr=0.5, weight_decay=0.25), 0.125),
-        (lambda p: CollageAdam(p, lr=0.5, weight_decay=0.25), None),
-        (lambda p: CollageSGD(p, lr=0.5, weight_decay=0.25), None),
+        (torch.optim.AdamW, {}, 0.125),
+        (torch.optim.AdamW, {"lr": torch.tensor(0.5)}, 0.125),
+        (torch.optim.Adam, {}, None),
+        (torch.optim.NAdam, {"decoupled_weight_decay": True}, 0.125),
+        (torch.optim.SGD, {}, None),
+        (CollageAdamW, {}, 0.125),
+        (CollageLion, {}, 0.125),
+        (CollageAdam, {}, None),
+        (CollageSGD, {}, None),
     ],
 )
-def test_only_decoupled_decay_has_a_rate(make, rate):
-    optimizer = make([torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))])
+def test_only_decoupled_decay_has_a_rate(kind, options, rate):
+    weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    optimizer = kind([weight], **{"lr": 0.5, "weight_decay": 0.25, **options})
     assert decoupled_rate(optimizer, optimizer.param_groups[0]) == rate

@@ -1,7 +1,5 @@
 """Checksums of weights' bits: against Python's integers, and no single flipped bit unseen."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Residuals against exact fractions: zeros, fill and its histogram, what was dropped and what is left."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -34,13 +32,6 @@ def test_residual_sums_and_histogram_equal_the_exact_ones(dtype):
     counts = ulp_octave_counts(residual, values, dtype, torch.zeros(10, dtype=torch.int64), 1, 32, gaps=0.5)[:, 0]
     counts[0] -= zero
     assert counts.tolist() == octaves
-
-
-def test_what_is_left_out_is_no_element_and_no_zero():
-    values = torch.ones(8, dtype=torch.bfloat16)
-    excluded = torch.tensor([0, 1, 0, 1, 0, 1, 0, 0], dtype=torch.uint8)
-    found = residual_block_sums(torch.zeros(8, dtype=torch.float64), values, torch.bfloat16, excluded, 8)
-    assert found[:, 0].tolist() == [5, 5, 0]
 
 
 def dropped(step):

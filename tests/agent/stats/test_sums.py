@@ -1,7 +1,5 @@
 """Sums over blocks and tensors, and their variances, against numpy and exact fractions."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -80,39 +78,38 @@ def test_fourth_moments_tell_from_how_many_blocks_a_variance_comes():
     assert float(found[0, 0]) == pytest.approx(2.5**2 * float(expected), rel=1e-12)
 
 
-def test_what_a_sample_misses_is_told_by_an_auxiliary_that_steps_grow_with():
-    generator = np.random.default_rng(7)
-    squares = torch.from_numpy(generator.chisquare(32, 50))
-    segments = Segments(torch.zeros(50, dtype=torch.int64), 1)
-    one, count = torch.ones(1, dtype=torch.float64), torch.full((1,), 50.0, dtype=torch.float64)
-    scale, factor = 10 * one, population_factor(count, 10 * count)
-    error = float((squares.var() * 49 * factor).sqrt())
-    for other, whole, expected in (
-        (squares, 10 * squares.sum() + 3 * error, 9.0),
-        (4 * squares, 4 * (10 * squares.sum() - 3 * error), 9.0),
-        (torch.from_numpy(generator.chisquare(32, 50)), 1e4 * one, 0.0),
-        (squares, torch.nan * one, 0.0),
-        (torch.zeros_like(squares), one, torch.inf),
-    ):
-        found = missed_share(squares, other, torch.stack((whole.view(1), 0 * one)), segments, scale, count, factor)
-        # Norms may be rounded to 16 bits: so much of the whole is not counted as missed.
-        rounding = float(whole.sum()) / float(other.sum() or 1) * float(squares.sum()) * 2.0**-7 / error
-        wanted = (expected**0.5 - rounding) ** 2 if expected == 9.0 else expected
-        assert float(found) == pytest.approx(wanted, rel=1e-6)
+COUNT = torch.full((1,), 50.0, dtype=torch.float64)
+SQUARES, OTHERS = (torch.from_numpy(row) for row in np.random.default_rng(7).chisquare(32, (2, 50)))
+ERROR = float((SQUARES.var() * 49 * population_factor(COUNT, 10 * COUNT)).sqrt())
+TOTAL, LARGEST = 10 * float(SQUARES.sum()), float(SQUARES.max())
 
 
-def test_one_element_larger_than_any_sampled_block_may_bring_four_tenths_of_a_standard_error():
-    squares = torch.from_numpy(np.random.default_rng(7).chisquare(32, 50))
-    segments = Segments(torch.zeros(50, dtype=torch.int64), 1)
-    count = torch.full((1,), 50.0, dtype=torch.float64)
-    scale, factor = torch.full_like(count, 10.0), population_factor(count, 10 * count)
-    error = (squares.var() * 49 * factor).sqrt()
-    for largest, expected in ((squares.amax(), 0.0), (0.4 * error, 2.25**2), (error, (2.25 / 0.4) ** 2)):
-        assert expected == 0.0 or largest > squares.amax()
-        whole = torch.stack((10 * squares.sum(), largest.view(()))).view(2, 1)
-        assert float(missed_share(squares, squares, whole, segments, scale, count, factor)) == pytest.approx(
-            expected
-        )
+@pytest.mark.parametrize(
+    ("other", "whole", "largest", "expected"),
+    [
+        (SQUARES, TOTAL + 3 * ERROR, 0.0, 9.0),
+        (4 * SQUARES, 4 * (TOTAL - 3 * ERROR), 0.0, 9.0),
+        (OTHERS, 1e4, 0.0, 0.0),
+        (SQUARES, torch.nan, 0.0, 0.0),
+        (torch.zeros_like(SQUARES), 1.0, 0.0, torch.inf),
+        # One element larger than any sampled block may bring four tenths of a standard error.
+        (SQUARES, TOTAL, LARGEST, 0.0),
+        (SQUARES, TOTAL, 0.4 * ERROR, 2.25**2),
+        (SQUARES, TOTAL, ERROR, (2.25 / 0.4) ** 2),
+    ],
+)
+def test_what_a_sample_misses_is_told_by_an_auxiliary_that_steps_grow_with(other, whole, largest, expected):
+    segments, told = (
+        Segments(torch.zeros(50, dtype=torch.int64), 1),
+        torch.tensor([[whole], [largest]], dtype=torch.float64),
+    )
+    scale, factor = torch.full_like(COUNT, 10.0), population_factor(COUNT, 10 * COUNT)
+    found = missed_share(SQUARES, other, told, segments, scale, COUNT, factor)
+    # Norms may be rounded to 16 bits: so much of the whole is not counted as missed.
+    rounding = whole / float(other.sum() or 1) * float(SQUARES.sum()) * 2.0**-7 / ERROR
+    wanted = (expected**0.5 - rounding) ** 2 if expected == 9.0 else expected
+    assert LARGEST < 0.4 * ERROR
+    assert float(found) == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize(("deviations", "outlies"), [(1.0, False), (9.99, False), (10.01, True), (1e3, True)])

@@ -1,7 +1,5 @@
 """|u| / gap by exponents, against gaps read off bit patterns in exact fractions."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums over a window against exact fractions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from collage_agent.stats.several_steps import WINDOW_SUMS, window_block_sums

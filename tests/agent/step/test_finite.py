@@ -1,26 +1,23 @@
 """What is not finite is found by sums on the host, and element by element on a device: alike."""
 
-from __future__ import annotations
+from functools import partial
 
 import pytest
 import torch
-from collage_agent.handle import watch
 from collage_agent.step import observed_step
 from torch import nn
 
 from tests.agent.test_watch import Recorder
-from tests.agent.training import mlp, mlp_loss
+from tests.agent.training import adamw, backward, watched
 
 pytestmark = pytest.mark.slow
 
 
 def totals(bad):
-    model, recorder = mlp(), Recorder()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    watch(model, optimizer, every=1, sample=64, budget=None, oracle=True, reporter=recorder)
+    recorder = Recorder()
+    model, optimizer, _ = watched(partial(adamw, weight_decay=0.1), sample=64, oracle=True, reporter=recorder)
     for step in range(4):
-        optimizer.zero_grad()
-        mlp_loss(model, step).backward()
+        backward(model, step)
         if bad and step == 2:
             next(model.parameters()).grad.view(-1)[::3] = torch.nan
         optimizer.step()
@@ -33,8 +30,8 @@ def test_what_is_not_finite_in_one_tile_is_left_out_of_the_oracle_after_the_othe
         nn.init.zeros_(model.weight)
         with torch.no_grad():
             model.weight[0] = 65504.0
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        watch(model, optimizer, every=1, budget=None, sample="all", oracle=True, reporter=recorder)
+        sgd = partial(torch.optim.SGD, lr=1.0)
+        _, optimizer, _ = watched(sgd, model, sample="all", oracle=True, reporter=recorder)
         generator = torch.Generator().manual_seed(0)
         for _ in range(2):
             # fp16 ends at 65,504, the oracle's fp64 does not.

@@ -1,17 +1,18 @@
 """Decay, residuals and zero states of real steps against the live optimizer's own tensors."""
 
-from __future__ import annotations
+from functools import partial
 
 import pytest
 import torch
-from collage_agent.handle import watch
 from collage_optim import CollageAdamW
 
 from collage_monitor.metrics import HISTOGRAM_LABELS
 from tests.agent.step.test_measurer import totals_of
-from tests.agent.training import gpt_loss, mlp, small_gpt, train
+from tests.agent.training import adamw, backward, gpt_loss, mlp, small_gpt, train, watched
 from tests.reference import diagnostics
 from tests.reference.expansions import LAYOUTS
+
+light = partial(CollageAdamW, lr=1e-3, strategy="light")
 
 
 @pytest.mark.slow
@@ -19,9 +20,7 @@ from tests.reference.expansions import LAYOUTS
 @pytest.mark.parametrize("lr", [1e-3, 0.2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_decay_of_a_step_equals_the_exact_sums(dtype, lr):
-    model = mlp(dtype=dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
-    handle = watch(model, optimizer, every=1, sample="all")
+    model, optimizer, handle = watched(partial(adamw, lr=lr, weight_decay=0.1), mlp(dtype=dtype), sample="all")
     train(model, optimizer, 1)
     before = {name: p.detach().double().flatten().clone() for name, p in model.named_parameters()}
     train(model, optimizer, 1, start=1)
@@ -35,9 +34,7 @@ def test_decay_of_a_step_equals_the_exact_sums(dtype, lr):
 
 
 def test_coupled_decay_is_undefined():
-    model = mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=0.1)
-    handle = watch(model, optimizer, every=1, sample="all")
+    model, optimizer, handle = watched(partial(torch.optim.Adam, weight_decay=0.1))
     train(model, optimizer, 2)
     assert "decay_ratio" not in handle.summary()["model"]
 
@@ -45,21 +42,18 @@ def test_coupled_decay_is_undefined():
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", ["all", 256])
 def test_residuals_of_a_pair_equal_the_exact_ones(sample):
-    model = mlp(width=40)
-    optimizer = CollageAdamW(model.parameters(), lr=1e-3, strategy="light")
-    handle = watch(model, optimizer, every=1, sample=sample, budget=None)
+    model, optimizer, handle = watched(light, mlp(width=40), sample=sample)
     train(model, optimizer, 1)
     first = handle.summary()["model"]
     assert first["residual_zero_ratio"] == 1.0
     assert first["residual_fill_ratio"] == 0.0
     train(model, optimizer, 1, start=1)
-    before = {
-        name: (p.detach().double().flatten(), (optimizer.stored_parameter(p) - p.detach().double()).flatten())
-        for name, p in model.named_parameters()
-    }
+    named = dict(model.named_parameters())
+    kept = {name: optimizer.stored_parameter(p).flatten() for name, p in named.items()}
+    before = {name: p.detach().double().flatten() for name, p in named.items()}
     train(model, optimizer, 1, start=2)
     for layer, totals in totals_of(handle).items():
-        values, residual = before[layer]
+        values, residual = before[layer], kept[layer] - before[layer]
         assert totals["residual_elements"] == pytest.approx(values.numel())
         if sample != "all":
             continue
@@ -74,9 +68,7 @@ def test_residuals_of_a_pair_equal_the_exact_ones(sample):
 
 
 def test_a_residual_that_is_zero_again_was_dropped():
-    model = mlp()
-    optimizer = CollageAdamW(model.parameters(), lr=1e-3, strategy="light")
-    handle = watch(model, optimizer, every=1, sample="all")
+    model, optimizer, handle = watched(light, sample="all")
     train(model, optimizer, 1)
     assert handle.summary()["model"]["residual_dropped_ratio"] == 0.0
     train(model, optimizer, 4, start=1)
@@ -96,12 +88,9 @@ def test_a_residual_that_is_zero_again_was_dropped():
 
 
 def test_a_residual_that_is_not_finite_is_counted_and_left_out():
-    model = mlp()
-    optimizer = CollageAdamW(model.parameters(), lr=1e-3, strategy="light")
-    handle = watch(model, optimizer, every=1, sample="all")
+    model, optimizer, handle = watched(light, sample="all")
     train(model, optimizer, 2)
-    low = next(key for key in optimizer.state[model[0].weight] if "low" in key and "exp" not in key)
-    optimizer.state[model[0].weight][low][0, :3] = torch.nan
+    optimizer.state[model[0].weight]["parameter_low"][0, :3] = torch.nan
     train(model, optimizer, 1, start=2)
     values = handle.summary()["layers"]["0.weight"]
     assert values["residual_nonfinite"] == 3
@@ -111,14 +100,11 @@ def test_a_residual_that_is_not_finite_is_counted_and_left_out():
 
 @pytest.mark.slow
 def test_states_that_underflow_are_counted_where_the_gradient_is_not_zero():
-    model = small_gpt(layers=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999))
-    handle = watch(model, optimizer, every=1, sample="all")
+    model, optimizer, handle = watched(model=small_gpt(layers=1), sample="all")
     train(model, optimizer, 3, gpt_loss)
     with torch.no_grad():
         optimizer.state[model.position.weight]["exp_avg_sq"][:3] = 0.0
-    optimizer.zero_grad()
-    gpt_loss(model, 3).backward()
+    backward(model, 3, gpt_loss)
     model.position.weight.grad[:3] *= 1e-30
     named = dict(model.named_parameters())
     gradients = {name: p.grad.double().flatten().clone() for name, p in named.items()}

@@ -51,7 +51,7 @@ class PlayedKernel:
             step.asked.found.append(FoundTotals([member.parameter], tuple(rows[0]), sums))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def as_on_a_device(monkeypatch):
     monkeypatch.setattr(base, "launches", lambda device: True)
     monkeypatch.setattr(compiled, "DeviceStep", PlayedKernel)
@@ -82,7 +82,6 @@ def gathered(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("rule", RULES)
 def test_the_sums_are_those_of_a_whole_sample(rule, monkeypatch):
     """Counts are equal, sums but for the order of their terms: for each strategy that the rule has."""
@@ -126,25 +125,23 @@ def same(one, other):
     return one == other or (None not in (one, other) and one == pytest.approx(other, rel=1e-9, abs=1e-9))
 
 
-@pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("casts", [("bf16",), ()], ids=["copies at each step", "no copies"])
 def test_the_table_is_whole_and_the_sample_says_the_rest(casts, gathered, monkeypatch):
     """Without copies the sample is taken at every tenth measured step only, and the summary keeps what it said."""
     optimizer, handle = watched(casts=casts)
-    for number in range(1, 2 * LOOK_EVERY + 1):
+    steps = range(1, 2 * LOOK_EVERY + 1)
+    for number in steps:
         step(optimizer, number)
     assert optimizer.step_totals is None
     assert len(gathered) == (2 * LOOK_EVERY if casts else 2)
     for name, totals in totals_of(handle).items():
         assert totals["sampled"] == totals["elements"] == ELEMENTS[int(name)]
-        assert (
-            sum(totals[key] for key in ("nonfinite", "idle", "lost", "distorted", "faithful"))
-            == ELEMENTS[int(name)]
-        )
+        classes = ("nonfinite", "idle", "lost", "distorted", "faithful")
+        assert sum(totals[key] for key in classes) == ELEMENTS[int(name)]
     found = handle.summary()["model"]
     monkeypatch.setattr(base, "launches", lambda device: False)
     eager, other = watched(casts=casts, sample="all")
-    for number in range(1, 2 * LOOK_EVERY + 1):
+    for number in steps:
         step(eager, number)
     expected = other.summary()["model"]
     assert found.keys() == expected.keys()
@@ -156,7 +153,6 @@ def test_the_table_is_whole_and_the_sample_says_the_rest(casts, gathered, monkey
     assert found["residual_zero_ratio"] is not None
 
 
-@pytest.mark.usefixtures("as_on_a_device")
 def test_training_is_what_it_is_without_a_watch():
     plain = CollageAdamW(weights(), lr=1e-3, strategy="coupled-8", seed=1)
     optimizer, _ = watched("coupled-8", casts=())
@@ -167,7 +163,6 @@ def test_training_is_what_it_is_without_a_watch():
         assert torch.equal(one, other)
 
 
-@pytest.mark.usefixtures("as_on_a_device")
 def test_two_watches_of_one_optimizer_have_the_same_sums():
     optimizer, first = watched(casts=())
     second = watch(torch.nn.ParameterList(optimizer.param_groups[0]["params"]), optimizer, **WATCHING, casts=())
@@ -178,7 +173,6 @@ def test_two_watches_of_one_optimizer_have_the_same_sums():
     assert mine["intended_squared_sum"] == theirs["intended_squared_sum"]
 
 
-@pytest.mark.usefixtures("as_on_a_device")
 def test_where_a_tensor_is_stepped_otherwise_the_sample_is_taken_at_each_step(gathered):
     """A group in the storage's own arithmetic is no kernel. What the kernels stepped is whole even so."""
     members = weights()
@@ -194,7 +188,6 @@ def test_where_a_tensor_is_stepped_otherwise_the_sample_is_taken_at_each_step(ga
     assert len(gathered) == 3 * 2
 
 
-@pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("needs", [{"oracle": True}, {"windows": (2,)}])
 def test_what_follows_a_sample_from_step_to_step_has_it_at_each(needs, gathered):
     optimizer, handle = watched(casts=(), **needs)
@@ -204,7 +197,6 @@ def test_what_follows_a_sample_from_step_to_step_has_it_at_each(needs, gathered)
     assert totals_of(handle)["2"]["sampled"] == 4_096
 
 
-@pytest.mark.usefixtures("as_on_a_device")
 def test_a_step_without_kernels_after_steps_with_them_is_a_gap_and_then_sampled(monkeypatch, gathered):
     """As when a CUDA graph is captured: nothing is made up."""
     optimizer, handle = watched(casts=())
@@ -219,25 +211,25 @@ def test_a_step_without_kernels_after_steps_with_them_is_a_gap_and_then_sampled(
     assert totals_of(handle)["2"]["sampled"] == 512
 
 
-@pytest.mark.usefixtures("as_on_a_device")
 def test_after_a_step_that_raised_nobody_asks_and_the_next_sums_are_its_own():
     optimizer, handle = watched(casts=())
     step(optimizer)
-    optimizer.param_groups[0]["params"][0].grad = torch.ones_like(
-        optimizer.param_groups[0]["params"][0]
-    ).to_sparse()
+    member = optimizer.param_groups[0]["params"][0]
+    member.grad = torch.ones_like(member).to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):
         optimizer.step()
     step(optimizer, 7)
     totals = totals_of(handle)["0"]
-    gradient = optimizer.param_groups[0]["params"][0].grad.double()
+    gradient = member.grad.double()
     assert totals["gradient_squared_sum"] == pytest.approx(float(gradient @ gradient), rel=1e-12)
     assert optimizer.step_totals is None
 
 
-@pytest.mark.usefixtures("as_on_a_device")
-def test_where_fp64_is_slow_the_sample_is_taken(gathered, monkeypatch):
-    monkeypatch.setattr(totals_module, "is_fast_in_fp64", lambda device: False)
+@pytest.mark.parametrize(
+    ("module", "name"), [(totals_module, "is_fast_in_fp64"), (base, "launches")], ids=["slow fp64", "a CPU"]
+)
+def test_where_fp64_is_slow_or_nothing_launches_the_sample_is_taken(module, name, gathered, monkeypatch):
+    monkeypatch.setattr(module, name, lambda device: False)
     optimizer, handle = watched(casts=())
     step(optimizer)
     step(optimizer)
@@ -253,11 +245,3 @@ def test_devices_for_computing_are_fast_in_fp64_and_those_for_games_are_not(monk
     is_fast_in_fp64.cache_clear()
     assert is_fast_in_fp64(torch.device("cuda", 0)) is fast
     is_fast_in_fp64.cache_clear()
-
-
-def test_on_a_cpu_nobody_adds_up_and_the_sample_is_as_it_was(gathered):
-    optimizer, handle = watched(casts=())
-    step(optimizer)
-    step(optimizer)
-    assert len(gathered) == 2
-    assert totals_of(handle)["2"]["sampled"] == 512

@@ -1,6 +1,6 @@
 """Measured steps against brute force: whole tensors re-run in fp64, added up in exact fractions."""
 
-from __future__ import annotations
+from functools import partial
 
 import pytest
 import torch
@@ -10,15 +10,15 @@ from collage_agent.step import bucket_planner, observed_step
 from collage_agent.step.layout import differing_counters, out_of_lock_step
 
 from collage_monitor.statistics import histogram_counts
-from tests.agent.training import mlp, mlp_loss, train
+from tests.agent.training import adamw, backward, mlp, mlp_loss, train, watched
 from tests.reference import diagnostics
 from tests.reference.intended import full_precision_update
 
 OPTIMIZERS = {
-    "AdamW lr tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), foreach=False),
-    "AdamW maximize": lambda p: torch.optim.AdamW(p, lr=1e-3, maximize=True),
-    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, fused=True),
-    "SGD nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "AdamW lr tensor": partial(adamw, lr=torch.tensor(1e-3), foreach=False),
+    "AdamW maximize": partial(adamw, maximize=True),
+    "AdamW fused": partial(adamw, weight_decay=0.1, fused=True),
+    "SGD nesterov": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.01),
 }
 """u itself, of every optimizer: tests/agent/intent/test_matrix.py."""
 
@@ -29,19 +29,15 @@ def step_with_reference(model, optimizer, step):
     mlp_loss(model, step).backward()
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = {name: p for name, p in model.named_parameters() if p.grad is not None and id(p) in stepped}
-    before = {name: p.detach().double().flatten().clone() for name, p in named.items()}
-    gradients = {name: p.grad.detach().double().flatten().clone() for name, p in named.items()}
     updates = full_precision_update(optimizer)
-    optimizer.step()
-    return {
-        name: (
-            before[name],
-            gradients[name],
-            updates[id(p)].flatten(),
-            p.detach().double().flatten() - before[name],
-        )
+    found = {
+        name: [values.detach().double().flatten().clone() for values in (p, p.grad, updates[id(p)], p)]
         for name, p in named.items()
     }
+    optimizer.step()
+    for name, p in named.items():
+        found[name][3].sub_(p.detach().double().flatten()).neg_()
+    return found
 
 
 def totals_of(handle):
@@ -55,9 +51,7 @@ def totals_of(handle):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_sums_of_whole_tensors_equal_a_full_fp64_run(name):
-    model = mlp()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    handle = watch(model, optimizer, every=1, sample="all")
+    model, optimizer, handle = watched(OPTIMIZERS[name], sample="all")
     for step in range(4):
         expected = step_with_reference(model, optimizer, step)
     assert handle.step == 4
@@ -74,9 +68,7 @@ def test_sums_of_whole_tensors_equal_a_full_fp64_run(name):
 
 @pytest.mark.slow
 def test_classes_and_histogram_of_whole_tensors_equal_the_exact_counts():
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    handle = watch(model, optimizer, every=1, sample="all")
+    model, optimizer, handle = watched(partial(adamw, lr=3e-4), sample="all")
     for step in range(3):
         expected = step_with_reference(model, optimizer, step)
     for layer, totals in totals_of(handle).items():
@@ -93,10 +85,8 @@ def test_classes_and_histogram_of_whole_tensors_equal_the_exact_counts():
 @pytest.mark.slow
 def test_sampled_totals_estimate_the_whole_without_bias_and_intervals_cover_it():
     """Mean over many draws of the sampled total of Σ u·e and of the lost elements: within 4 standard errors."""
-    model = mlp(width=130)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    model, optimizer, reference = watched(partial(adamw, lr=3e-4), mlp(width=130), every=4, sample="all")
     handles = [watch(model, optimizer, every=4, sample=1024, seed=seed, budget=None) for seed in range(40)]
-    reference = watch(model, optimizer, every=4, sample="all")
     train(model, optimizer, 4)
     whole = totals_of(reference)["2.weight"]
     sampled = [totals_of(handle)["2.weight"] for handle in handles]
@@ -113,9 +103,7 @@ def test_sampled_totals_estimate_the_whole_without_bias_and_intervals_cover_it()
 
 
 def test_a_parameter_without_gradient_is_not_reported_and_one_that_joins_later_is():
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, sample="all")
+    model, optimizer, handle = watched(sample="all")
     model[0].requires_grad_(False)
     train(model, optimizer, 2)
     assert handle.summary()["layers"]["0.weight"]["elements"] is None
@@ -134,8 +122,7 @@ def test_groups_with_their_own_settings_and_added_later():
     decayed = [p for p in model.parameters() if p.dim() > 1][:2]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    handle = watch(model, optimizer, every=1, sample="all")
+    _, optimizer, handle = watched(lambda _: adamw(groups), model, sample="all")
     train(model, optimizer, 2)
     optimizer.add_param_group({"params": [model[4].weight], "betas": (0.8, 0.95)})
     for step in range(2, 5):
@@ -151,8 +138,7 @@ def test_layers_of_any_memory_order_are_sampled_alike():
     torch.manual_seed(0)
     model = torch.nn.Conv2d(16, 32, 3).to(torch.bfloat16)
     model.weight.data = model.weight.data.contiguous(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, sample=1024)
+    _, optimizer, handle = watched(model=model, sample=1024)
     whole = watch(model, optimizer, every=1, sample="all")
     for _ in range(3):
         optimizer.zero_grad()
@@ -165,12 +151,9 @@ def test_layers_of_any_memory_order_are_sampled_alike():
 
 
 def test_elements_that_are_not_finite_are_counted_and_left_out():
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    handle = watch(model, optimizer, every=1, sample="all")
+    model, optimizer, handle = watched(partial(torch.optim.SGD, lr=1e-2, momentum=0.9), sample="all")
     train(model, optimizer, 2)
-    optimizer.zero_grad()
-    mlp_loss(model, 2).backward()
+    backward(model, 2)
     model[0].weight.grad[0, :3] = torch.nan
     model[0].weight.grad[1, 0] = torch.inf
     optimizer.step()
@@ -181,9 +164,8 @@ def test_elements_that_are_not_finite_are_counted_and_left_out():
 
 
 def test_a_learning_rate_far_below_fp32_resolution_is_not_idle():
-    model = mlp(dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, weight_decay=0.0)
-    handle = watch(model, optimizer, every=1, sample="all")
+    make = partial(adamw, lr=1e-9, weight_decay=0.0)
+    model, optimizer, handle = watched(make, mlp(dtype=torch.float32), sample="all")
     train(model, optimizer, 3)
     values = handle.summary()["model"]
     assert values["idle"] < 0.01 * values["elements"]
@@ -193,11 +175,7 @@ def test_a_learning_rate_far_below_fp32_resolution_is_not_idle():
 def test_counters_on_the_host_make_buckets_and_counters_on_a_device_take_tensors_out():
     assert out_of_lock_step([{"step": torch.tensor(3.0)}, {"step": torch.tensor(4.0)}]) is None
     assert out_of_lock_step([{}]) is None
-    assert differing_counters([torch.tensor(3.0), torch.tensor(4.0), torch.tensor(3.0)]).tolist() == [
-        False,
-        True,
-        False,
-    ]
+    assert differing_counters([*torch.tensor([3.0, 4.0, 3.0])]).tolist() == [False, True, False]
     on_device = [{"step": torch.zeros((), device="meta")}]
     found = out_of_lock_step(on_device)
     assert found is not None
@@ -213,9 +191,7 @@ def test_states_that_appear_are_no_reason_to_draw_again(monkeypatch):
         return draw(name, *given, **own)
 
     monkeypatch.setattr(bucket_planner, "draw", noted)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, sample=256, budget=None)
+    model, optimizer, handle = watched(sample=256)
     train(model, optimizer, 3)
     names = [name for name, _ in model.named_parameters()]
     assert drawn == names
@@ -231,9 +207,7 @@ def test_tiles_of_any_size_give_the_same_numbers(monkeypatch):
     found = []
     for slots in (512, 4096, observed_step.TILE_SLOTS):
         monkeypatch.setattr(observed_step, "TILE_SLOTS", slots)
-        model = mlp()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        handle = watch(model, optimizer, every=1, sample="all", oracle=True)
+        model, optimizer, handle = watched(sample="all", oracle=True)
         train(model, optimizer, 3)
         found.append(handle.summary())
     assert found[0] == found[1] == found[2]

@@ -1,22 +1,21 @@
 """A row that is large is another at each step, as with rare tokens: no interval is given that does not hold."""
 
-from __future__ import annotations
+from functools import partial
 
 import pytest
 import torch
-from collage_agent.handle import watch
 from torch import nn
 
+from tests.agent.training import watched
 
-def intervals(scale, seed, rows, every, steps, momentum=0.0, cap=4096):
+
+def intervals(scale, seed, rows, every, steps, momentum=0.0):
     """(given, of them held): the intervals of `edq_ratio` at the measured steps."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
-    model = nn.Embedding(rows, 64).bfloat16()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum)
-    handle = watch(model, optimizer, every=every, budget=None, sample=cap, seed=seed)
+    sgd = partial(torch.optim.SGD, lr=1e-3, momentum=momentum)
+    model, optimizer, handle = watched(sgd, nn.Embedding(rows, 64).bfloat16(), every=every, sample=4096, seed=seed)
     given = held = 0
-    buffer = torch.zeros(rows, 64, dtype=torch.float64)
     for step in range(1, steps + 1):
         gradient = 0.5 * torch.randn(rows, 64, generator=generator)
         gradient[torch.randint(0, rows, (1,), generator=generator)] *= scale
@@ -48,9 +47,8 @@ def test_an_outlier_that_moves_is_given_no_interval(scale, rows, every, momentum
 def test_what_an_earlier_look_missed_takes_the_intervals_of_later_steps_away():
     """A look every ten measured steps: one without the large row is followed by steps that may have it."""
     torch.manual_seed(0)
-    model = nn.Embedding(2000, 64).bfloat16()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, budget=None, sample=4096, seed=0)
+    sgd = partial(torch.optim.SGD, lr=1e-3)
+    model, optimizer, handle = watched(sgd, nn.Embedding(2000, 64).bfloat16(), sample=4096, seed=0)
     generator = torch.Generator().manual_seed(0)
     for step in range(13):
         gradient = 0.5 * torch.randn(2000, 64, generator=generator)

@@ -1,24 +1,27 @@
 """Whole tensors in rotation: u of optimizers that are not elementwise, compared with whole fp64 re-runs."""
 
-from __future__ import annotations
+from functools import partial
 
 import pytest
 import torch
-from collage_agent.handle import watch
 from collage_agent.step import rotation
 from torch import nn
 
-from tests.agent.training import mlp, mlp_loss, train
+from tests.agent.training import backward, mlp, train, watched
+
+adafactor = partial(torch.optim.Adafactor, lr=1e-3)
 
 
-def muon(model):
-    return torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=1e-3)
+def turns(handle, bound):
+    """At most so many elements have their turn in a step."""
+    handle._hooks[0].measurer._rotation = rotation.Rotation(bound)
 
 
 def test_muon_is_followed_in_fp64_though_it_computes_in_bf16():
-    model = mlp(dtype=torch.float32)
-    optimizer = muon(model)
-    handle = watch(model, optimizer, every=1)
+    model, optimizer, handle = watched(
+        lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=1e-3),
+        mlp(dtype=torch.float32),
+    )
     train(model, optimizer, 3)
     values = handle.summary()["model"]
     assert handle.info.intent == "whole-tensor"
@@ -28,10 +31,8 @@ def test_muon_is_followed_in_fp64_though_it_computes_in_bf16():
 
 @pytest.mark.slow
 def test_tensors_take_turns_and_are_handed_over_together():
-    model = mlp()
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1)
-    handle._hooks[0].measurer._rotation = rotation.Rotation(5000)
+    model, optimizer, handle = watched(adafactor)
+    turns(handle, 5000)
     known = []
     for step in range(4):
         train(model, optimizer, 1, start=step)
@@ -69,13 +70,10 @@ def test_gradients_are_unscaled_where_the_optimizer_does_it():
 
     found = []
     for scale in (1.0, 1024.0):
-        model = mlp(dtype=torch.float32)
-        optimizer = Unscaling(model.parameters(), lr=1e-3)
-        handle = watch(model, optimizer, every=1, budget=None)
+        model, optimizer, handle = watched(partial(Unscaling, lr=1e-3), mlp(dtype=torch.float32))
         optimizer.grad_scale = torch.tensor(scale)
         for step in range(2):
-            model.zero_grad()
-            (mlp_loss(model, step) * scale).backward()
+            backward(model, step, scale=scale)
             optimizer.step()
         found.append(handle.summary()["model"])
     assert found[0]["edq_ratio"] == pytest.approx(1.0, abs=1e-3)
@@ -86,23 +84,22 @@ def test_gradients_are_unscaled_where_the_optimizer_does_it():
 @pytest.mark.slow
 def test_a_skipped_step_costs_its_own_tensors_and_not_those_of_earlier_turns():
     def measured(skips):
-        model = mlp()
-        optimizer = ScaledAdafactor(model.parameters(), lr=1e-3)
-        handle = watch(model, optimizer, every=1, budget=None)
-        handle._hooks[0].measurer._rotation = rotation.Rotation(5000)
-        turns = 0
-        while not any(values["edq_ratio"] is not None for values in handle.summary()["layers"].values()):
-            optimizer.found_inf = torch.tensor(float(turns in skips))
-            train(model, optimizer, 1, start=turns)
-            turns += 1
-            assert turns < 8
-        return turns, {name: values["edq_ratio"] for name, values in handle.summary()["layers"].items()}
+        model, optimizer, handle = watched(partial(ScaledAdafactor, lr=1e-3))
+        turns(handle, 5000)
+        taken, found = 0, {}
+        while not any(value is not None for value in found.values()):
+            optimizer.found_inf = torch.tensor(float(taken in skips))
+            train(model, optimizer, 1, start=taken)
+            found = {name: values["edq_ratio"] for name, values in handle.summary()["layers"].items()}
+            taken += 1
+            assert taken < 8
+        return taken, found
 
-    turns, whole = measured(())
-    assert turns > 1
+    taken, whole = measured(())
+    assert taken > 1
     assert all(value is not None for value in whole.values())
-    again, left = measured((turns - 1,))
-    assert again == turns
+    again, left = measured((taken - 1,))
+    assert again == taken
     lacking = {name for name, value in left.items() if value is None}
     assert 0 < len(lacking) < len(whole)
     for name in left.keys() - lacking:
@@ -120,26 +117,22 @@ def test_buffers_are_made_once_where_one_turn_is_a_round_and_has_a_bound(bound, 
         return build(index, *rest)
 
     monkeypatch.setattr(rotation, "_planned", counted)
-    model = mlp()
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, budget=None)
-    handle._hooks[0].measurer._rotation = rotation.Rotation(bound)
+    model, optimizer, handle = watched(adafactor)
+    turns(handle, bound)
     train(model, optimizer, 6 if bound == 5000 else 3)
     assert len(made) == buckets
 
 
 def test_a_tensor_of_the_bound_has_a_turn():
-    model = nn.Linear(50, 40, bias=False)
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3)
-    watched = watch(model, optimizer, every=1)._hooks[0].measurer._planner.watched[0]
-    assert [rotation.too_large(watched, bound) for bound in (1999, 2000, None)] == [True, False, False]
+    _, _, handle = watched(adafactor, nn.Linear(50, 40, bias=False))
+    layer = handle._hooks[0].measurer._planner.watched[0]
+    assert [rotation.too_large(layer, bound) for bound in (1999, 2000, None)] == [True, False, False]
 
 
 def test_a_tensor_that_is_too_large_has_no_turn_and_the_run_says_so():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1100, 1000), nn.Linear(1000, 4)).bfloat16()
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1)
+    layers = nn.Sequential(nn.Linear(1100, 1000), nn.Linear(1000, 4)).bfloat16()
+    model, optimizer, handle = watched(adafactor, layers)
     assert "1 tensors of more than" in handle.info.intent_reason
     model(torch.randn(4, 1100).bfloat16()).square().mean().backward()
     optimizer.step()

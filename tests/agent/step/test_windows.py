@@ -1,8 +1,7 @@
 """Windows of real runs against whole tensors re-run in fp64, and the bursts that are given up."""
 
-from __future__ import annotations
-
-from typing import Any
+import collections
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from collage_agent.step.windows import Windows, WindowSchedule
 from collage_optim import CollageAdamW
 
 from tests.agent.step.test_measurer import totals_of
-from tests.agent.training import mlp, mlp_loss, train
+from tests.agent.training import adamw, backward, mlp, mlp_loss, train, watched
 from tests.reference import diagnostics
 from tests.reference.adamw import ReferenceAdamW
 from tests.reference.intended import full_precision_update
@@ -31,10 +30,8 @@ def test_a_burst_ends_at_a_measured_step_and_takes_a_quarter_of_the_steps():
     assert sum(span.length == 64 for span in spans) == 128
     assert schedule.covering(192, 0) == []
     assert [(span.begin, span.end) for span in schedule.covering(197, 0)] == [(192, 200), (196, 260)]
-    assert {span.end for step in range(1, 1041) for span in schedule.covering(step, 1) if span.length == 64} == {
-        520,
-        1040,
-    }
+    doubled = [span for step in range(1, 1041) for span in schedule.covering(step, 1)]
+    assert {span.end for span in doubled if span.length == 64} == {520, 1040}
 
 
 def reference_update(optimizer):
@@ -60,22 +57,14 @@ def stored(optimizer, p):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda p: torch.optim.AdamW(p, lr=3e-4, weight_decay=0.1),
-        lambda p: CollageAdamW(p, lr=3e-4, weight_decay=0.1, strategy="light"),
-    ],
+    [partial(adamw, lr=3e-4, weight_decay=0.1), partial(CollageAdamW, lr=3e-4, weight_decay=0.1, strategy="light")],
     ids=["plain", "light"],
 )
 def test_windows_of_whole_tensors_equal_a_full_fp64_run(make):
-    model = mlp(width=24)
-    optimizer = make(model.parameters())
-    handle = watch(model, optimizer, every=1, sample="all", windows=(2, 4))
-    updates: dict[str, list] = {name: [] for name, _ in model.named_parameters()}
-    ends: dict[str, list] = {name: [] for name in updates}
-    visible: dict[str, list] = {name: [] for name in updates}
+    model, optimizer, handle = watched(make, mlp(width=24), sample="all", windows=(2, 4))
+    updates, ends, visible = (collections.defaultdict(list) for _ in range(3))
     for step in range(CYCLE):
-        optimizer.zero_grad()
-        mlp_loss(model, step).backward()
+        backward(model, step)
         if step >= CYCLE - 4:
             found = reference_update(optimizer)
             for name, p in model.named_parameters():
@@ -106,18 +95,24 @@ def test_windows_of_whole_tensors_equal_a_full_fp64_run(make):
         assert values["lost_window_ratio/4"] < 0.01
 
 
-def run(spoil, steps=CYCLE, at=CYCLE - 1, windows=(4,), **options):
-    """Window totals after `steps` steps, with `spoil(model, optimizer)` just before step number `at`."""
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, sample=1024, windows=windows, budget=None, **options)
-    for step in range(steps):
-        optimizer.zero_grad()
-        mlp_loss(model, step).backward()
+def run(spoil, at=CYCLE - 1, make=adamw):
+    """The window's EDQ after a cycle, with `spoil(model, optimizer)` just before step number `at`."""
+    model, optimizer, handle = watched(make, sample=1024, windows=(4,))
+    for step in range(CYCLE):
+        backward(model, step)
         if step + 1 == at:
             spoil(model, optimizer)
         optimizer.step()
     return handle.summary()["model"].get("edq_window_ratio/4")
+
+
+def nothing(model, optimizer):
+    pass
+
+
+def skip(model, optimizer):
+    """The verdict is the scaler's, which sees gradients beyond the sample and on other ranks."""
+    vars(optimizer).update(grad_scale=torch.tensor(1.0), found_inf=torch.tensor(1.0))
 
 
 def load(model, optimizer):
@@ -137,10 +132,11 @@ def freeze(model, optimizer):
     model[2].bias.grad = None
 
 
-@pytest.mark.parametrize("spoil", [load, write, poison, freeze], ids=lambda spoil: spoil.__name__)
+@pytest.mark.parametrize("spoil", [load, write, poison, freeze, skip, nothing], ids=lambda spoil: spoil.__name__)
 def test_a_spoilt_burst_is_not_reported_and_one_spoilt_before_it_began_is_none(spoil):
-    assert run(spoil) is None
-    if spoil is not poison:
+    make = partial(adamw, fused=True) if spoil is skip else adamw
+    assert (run(spoil, make=make) is None) == (spoil is not nothing)
+    if spoil not in (poison, skip):
         assert run(spoil, at=CYCLE - 6) is not None
 
 
@@ -152,14 +148,9 @@ def test_a_tensor_that_a_counter_on_a_device_shows_to_be_out_of_step_spoils_the_
     assert run(spoil) is None
 
 
-def test_a_burst_that_nothing_spoils_is_reported():
-    assert run(lambda model, optimizer: None) is not None
-
-
 def test_a_step_that_the_loss_scaler_skips_spoils_the_burst():
-    model = mlp(dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    handle = watch(model, optimizer, every=1, sample="all", windows=(4,))
+    make = partial(adamw, fused=True)
+    model, optimizer, handle = watched(make, mlp(dtype=torch.float32), sample="all", windows=(4,))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     seen = {}
     for step in range(2 * CYCLE):
@@ -174,21 +165,6 @@ def test_a_step_that_the_loss_scaler_skips_spoils_the_burst():
     assert seen[2 * CYCLE] == pytest.approx(1.0, abs=1e-4)
 
 
-@pytest.mark.parametrize("skips", [False, True])
-def test_a_skipped_step_spoils_the_burst_also_if_the_sample_is_finite(skips):
-    """The verdict is the scaler's, which sees gradients beyond the sample and on other ranks."""
-    model = mlp(dtype=torch.float32)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    handle = watch(model, optimizer, every=1, sample="all", windows=(4,), budget=None)
-    optimizer.grad_scale = torch.tensor(1.0)
-    for step in range(CYCLE):
-        optimizer.zero_grad()
-        mlp_loss(model, step).backward()
-        optimizer.found_inf = torch.tensor(float(skips and step == CYCLE - 2))
-        optimizer.step()
-    assert (handle.summary()["model"].get("edq_window_ratio/4") is None) == skips
-
-
 @pytest.mark.parametrize(("missing", "is_open"), [(0, True), (1, False)])
 def test_a_step_that_is_missing_closes_what_is_open(missing, is_open):
     model = mlp()
@@ -200,14 +176,9 @@ def test_a_step_that_is_missing_closes_what_is_open(missing, is_open):
     assert windows.is_open == is_open
 
 
-def test_windows_leave_the_training_alone_and_are_reported_at_their_ends_only():
-    plain, watched = mlp(), mlp()
-    first = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    second = torch.optim.AdamW(watched.parameters(), lr=1e-3)
-    handle = watch(watched, second, every=2, windows=(3,), budget=None)
-    losses = train(plain, first, 20)
-    assert train(watched, second, 20) == losses
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+def test_windows_are_reported_at_their_ends_only():
+    model, optimizer, handle = watched(every=2, windows=(3,))
+    train(model, optimizer, 20)
     assert totals_of(handle)["0.weight"]["window_active/3"] != totals_of(handle)["0.weight"]["window_active/3"]
     assert handle.summary()["step"] == 20
     assert 0 < handle.summary()["model"]["edq_window_ratio/3"] < 2
@@ -215,9 +186,8 @@ def test_windows_leave_the_training_alone_and_are_reported_at_their_ends_only():
 
 
 def test_a_larger_step_shows_in_windows_of_a_sample_too():
-    model = mlp(width=130)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    sampled = watch(model, optimizer, every=1, sample=1024, windows=(4,), budget=None)
+    make = partial(adamw, lr=3e-4)
+    model, optimizer, sampled = watched(make, mlp(width=130), sample=1024, windows=(4,))
     whole = watch(model, optimizer, every=1, sample="all", windows=(4,))
     train(model, optimizer, CYCLE)
     few, all_of_them = sampled.summary()["model"], whole.summary()["model"]
@@ -229,9 +199,8 @@ def test_a_larger_step_shows_in_windows_of_a_sample_too():
 @pytest.mark.parametrize("window", [2, 4])
 def test_windows_that_end_together_do_not_disturb_each_other(window):
     def at_the_end(*windows):
-        model = mlp()
-        optimizer = CollageAdamW(model.parameters(), lr=1e-2, strategy="split-master", seed=3)
-        handle = watch(model, optimizer, every=1, windows=windows, budget=None)
+        make = partial(CollageAdamW, lr=1e-2, strategy="split-master", seed=3)
+        model, optimizer, handle = watched(make, windows=windows)
         train(model, optimizer, CYCLE)
         return [
             (layer, key, float(value))

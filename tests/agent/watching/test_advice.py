@@ -1,9 +1,8 @@
 """What a run is told to try is tried: built as told, stepped, judged, held against fp64, its bytes counted."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import bitsandbytes
@@ -12,54 +11,49 @@ import pytest
 import pytorch_optimizer
 import torch
 from collage_agent.handle import watch
-from collage_optim import CollageAdam, CollageAdamW, CollageLion, CollageOptimizer, CollageSGD
+from collage_optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
-from collage_monitor.wire import Choice, Judgement
+from collage_monitor.wire import Judgement
+from tests.agent.intent.optimizers import ByParameter
+from tests.agent.training import train as train_steps
+from tests.agent.training import watched
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STEPS = 80
 """Five windows of 16 steps."""
-Make = Callable[[Any], torch.optim.Optimizer]
 
 
-class SignedMomentum(torch.optim.Optimizer):
+class SignedMomentum(ByParameter):
     """A rule that nobody else has."""
 
-    def __init__(self, params: Any, lr: float, power: float = 0.5) -> None:
-        super().__init__(params, {"lr": lr, "power": power})
+    def __init__(self, params, lr, power=0.5):
+        super().__init__(params, lr, power=power)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in (own for own in group["params"] if own.grad is not None):
-                state = self.state[parameter]
-                average = state.setdefault("average", torch.zeros_like(parameter))
-                average.mul_(0.9).add_(parameter.grad, alpha=0.1)
-                parameter.sub_(average.sign() * average.abs() ** group["power"] * group["lr"])
+    def step_one(self, parameter, group):
+        average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+        average.mul_(0.9).add_(parameter.grad, alpha=0.1)
+        parameter.sub_(average.sign() * average.abs() ** group["power"] * group["lr"])
 
 
-class OwnAdamW(torch.optim.Optimizer):
+class OwnAdamW(ByParameter):
     """AdamW by another hand, under another name."""
 
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.1, eps: float = 1e-8) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.95), "eps": eps, "weight_decay": weight_decay})
+    def __init__(self, params, lr, weight_decay=0.1, eps=1e-8):
+        super().__init__(params, lr, betas=(0.9, 0.95), eps=eps, weight_decay=weight_decay)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            (one, two), rate = group["betas"], group["lr"]
-            for parameter in (own for own in group["params"] if own.grad is not None):
-                state, gradient = self.state[parameter], parameter.grad
-                if not state:
-                    state.update(step=0, m=torch.zeros_like(parameter), v=torch.zeros_like(parameter))
-                state["step"] += 1
-                state["m"].mul_(one).add_(gradient, alpha=1 - one)
-                state["v"].mul_(two).addcmul_(gradient, gradient, value=1 - two)
-                root = (state["v"] / (1 - two ** state["step"])).sqrt().add_(group["eps"])
-                parameter.mul_(1 - rate * group["weight_decay"])
-                parameter.addcdiv_(state["m"], root, value=-rate / (1 - one ** state["step"]))
+    def step_one(self, parameter, group):
+        (one, two), rate = group["betas"], group["lr"]
+        state, gradient = self.state[parameter], parameter.grad
+        if not state:
+            state.update(step=0, m=torch.zeros_like(parameter), v=torch.zeros_like(parameter))
+        state["step"] += 1
+        state["m"].mul_(one).add_(gradient, alpha=1 - one)
+        state["v"].mul_(two).addcmul_(gradient, gradient, value=1 - two)
+        root = (state["v"] / (1 - two ** state["step"])).sqrt().add_(group["eps"])
+        parameter.mul_(1 - rate * group["weight_decay"])
+        parameter.addcdiv_(state["m"], root, value=-rate / (1 - one ** state["step"]))
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ class Case:
     """A training that loses something, and which strategies it may be told (None: fp32 weights)."""
 
     name: str
-    make: Make
+    make: Callable[[Any], torch.optim.Optimizer]
     told: tuple[str | None, ...] = ()
     dtype: torch.dtype = BF16
     sparse: bool = False
@@ -76,12 +70,11 @@ class Case:
     embedding: bool = False
     unknown: bool = False
     """No observer can vouch for it: states of rows and columns, or elements that mix."""
-    rows: Make | None = None
+    rows: Callable[[Any], torch.optim.Optimizer] | None = None
     """What trains an embedding with sparse gradients, where `make` refuses them."""
     size: tuple[int, int, int] = (60, 16, 48)
     """Tokens, width and hidden width."""
     sample: Any = "all"
-    window: int = 16
 
 
 T = torch.optim
@@ -89,8 +82,10 @@ IN_12_AND_8 = ("split-master", "coupled-8")
 WITHOUT_SECOND = ("split-master", "split-24bit-8bit")
 
 
-def ours(kind: Callable[..., CollageOptimizer], strategy: str, **options: Any) -> Make:
-    def make(params: Any) -> torch.optim.Optimizer:
+def ours(kind, strategy, **options):
+    """So kept where weights are of 16 bits; an fp64 twin is plain."""
+
+    def make(params):
         params = list(params)
         kept = "plain" if params[0].dtype.itemsize > 2 else strategy
         return kind(params, strategy=kept, **options)
@@ -131,7 +126,7 @@ CASES = (
 )
 
 
-def model_of(case: Case) -> Any:
+def model_of(case):
     torch.manual_seed(3)
     tokens, width, hidden = case.size
     if case.embedding:
@@ -149,19 +144,14 @@ def model_of(case: Case) -> Any:
     return model
 
 
-def optimizers_of(case: Case, parameters: Sequence[Any]) -> list[torch.optim.Optimizer]:
+def optimizers_of(case, parameters):
     """For the parameters in the model's order, the embedding first."""
     if case.rows is None:
         return [case.make(parameters)]
     return [case.make(parameters[1:]), case.rows(parameters[:1])]
 
 
-def stored(optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
-    known = isinstance(optimizer, CollageOptimizer)
-    return (optimizer.stored_parameter(parameter) if known else parameter.detach().double()).clone()
-
-
-def counted(optimizer: Any) -> float:
+def counted(optimizer):
     """Bytes a parameter of weights, gradients and states, from the tensors that there are."""
     parameters = [own for group in optimizer.param_groups for own in group["params"]]
     kept = [*parameters, *(own.grad for own in parameters if own.grad is not None and not own.grad.is_sparse)]
@@ -180,12 +170,12 @@ class Trained:
     judgement: Judgement
 
 
-def train(case: Case, model: Any, optimizers: Sequence[Any]) -> Trained:
+WATCHING: dict[str, Any] = {"every": 10, "windows": (16,), "budget": None, "casts": ()}
+
+
+def train(case, model, optimizers):
     """Trains under the agent, with fp64 optimizers of the same rule fed the same gradients beside it."""
-    windows = (case.window,)
-    handle = watch(
-        model, optimizers, every=10, sample=case.sample, oracle=True, windows=windows, budget=None, casts=()
-    )
+    handle = watch(model, optimizers, sample=case.sample, oracle=True, **WATCHING)
     parameters, tokens = list(model.parameters()), case.size[0]
     start = [own.detach().double().clone() for own in parameters]
     exact = [own.clone().requires_grad_() for own in start]
@@ -212,7 +202,8 @@ def train(case: Case, model: Any, optimizers: Sequence[Any]) -> Trained:
     for optimizer, named in zip(optimizers, optimizers_of(case, parameters), strict=True):
         own = [places[id(entry)] for group in optimizer.param_groups for entry in group["params"]]
         meant = torch.cat([(exact[place].detach() - start[place]).flatten() for place in own])
-        moved = torch.cat([(stored(optimizer, parameters[place]) - start[place]).flatten() for place in own])
+        stored = getattr(optimizer, "stored_parameter", torch.Tensor.double)
+        moved = torch.cat([(stored(parameters[place]).detach() - start[place]).flatten() for place in own])
         name = type(named).__name__
         found.shares[name] = float(meant @ moved / (meant @ meant))
         found.sizes[name] = counted(optimizer)
@@ -220,10 +211,10 @@ def train(case: Case, model: Any, optimizers: Sequence[Any]) -> Trained:
     return found
 
 
-def applied(case: Case, choices: dict[str, Choice]) -> tuple[Any, list[Any]]:
+def applied(case, choices):
     """The training as it begins when each optimizer's choice is made: weights first, then the optimizers."""
     model = model_of(case)
-    optimizers: list[Any] = optimizers_of(case, list(model.parameters()))
+    optimizers = optimizers_of(case, list(model.parameters()))
     kinds = [type(optimizer).__name__ for optimizer in optimizers]
     for name, choice in sorted(choices.items(), key=lambda item: item[1].strategy is not None):
         names = {"model": model, "optimizer": optimizers[kinds.index(name)]}
@@ -235,7 +226,7 @@ def applied(case: Case, choices: dict[str, Choice]) -> tuple[Any, list[Any]]:
     return model, optimizers
 
 
-def hold_to_advice(case: Case, before: Trained) -> None:
+def hold_to_advice(case, before):
     """What was advised is done: the first choice of each optimizer, then the second, and so on."""
     advice = before.judgement.advice
     for place in range(max((len(entry.choices) for entry in advice), default=0)):
@@ -278,7 +269,7 @@ OTHERS = {
 
 def stepped(model, optimizers):
     """What is said after the steps, and the bytes a parameter of each optimizer."""
-    handle = watch(model, optimizers, every=10, sample="all", windows=(16,), budget=None, casts=())
+    handle = watch(model, optimizers, sample="all", **WATCHING)
     for step in range(STEPS):
         drawn = torch.randint(0, 60, (64,), generator=torch.Generator().manual_seed(step))
         model.zero_grad()
@@ -313,20 +304,15 @@ def test_fp32_weights_of_a_sharded_model_are_those_of_each_of_its_optimizers(oth
 @pytest.mark.parametrize(
     ("make", "fitting"),
     [
-        (lambda parameters: optimi.Lion(parameters, lr=1e-6, kahan_sum=False), "CollageLion"),
-        (lambda parameters: optimi.Adam(parameters, lr=1e-5, kahan_sum=False), "CollageAdam"),
-        (lambda parameters: optimi.AdamW(parameters, lr=1e-5, kahan_sum=False), "CollageAdamW"),
-        (lambda parameters: bitsandbytes.optim.SGD(parameters, lr=1e-6, momentum=0.9), "CollageSGD"),
-        (lambda parameters: pytorch_optimizer.Lion(parameters, lr=1e-6), "CollageLion"),
+        (partial(optimi.Lion, lr=1e-6, kahan_sum=False), "CollageLion"),
+        (partial(optimi.Adam, lr=1e-5, kahan_sum=False), "CollageAdam"),
+        (partial(optimi.AdamW, lr=1e-5, kahan_sum=False), "CollageAdamW"),
+        (partial(bitsandbytes.optim.SGD, lr=1e-6, momentum=0.9), "CollageSGD"),
+        (partial(pytorch_optimizer.Lion, lr=1e-6), "CollageLion"),
     ],
 )
 def test_a_rule_of_ours_is_recognised_by_whatever_names_its_options_have(make, fitting):
     """optimi's Lion was told that no strategy here is for Lion: its betas are two options."""
-    model = nn.Linear(8, 8).bfloat16()
-    optimizer = make(model.parameters())
-    handle = watch(model, optimizer, every=1)
-    for _ in range(3):
-        model(torch.randn(4, 8).bfloat16()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer, handle = watched(make)
+    train_steps(model, optimizer, 3)
     assert handle.info.trained[0].fitting == fitting

@@ -4,12 +4,9 @@ Losses are planted where a run's launches share a folder. Whole resumes come thr
 distributed checkpoints; those of several ranks are in tests/parallel/test_resumes.py.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,58 +44,29 @@ def emptied(state: dict[str, Any], key: str) -> None:
             state[part].zero_()
 
 
-def first_averages_gone(model: Any, optimizer: Any) -> None:
-    for state, key in averages(optimizer):
-        if key != "exp_avg_sq":
-            emptied(state, key)
-
-
-def all_averages_gone(model: Any, optimizer: Any) -> None:
-    for state, key in averages(optimizer):
-        emptied(state, key)
-
-
-def averages_of_a_layer_gone(model: Any, optimizer: Any) -> None:
-    for state, key in averages(optimizer)[-1:]:
-        emptied(state, key)
-
-
-def half_of_the_averages_gone(model: Any, optimizer: Any) -> None:
+def half_emptied(state, key):
     """As where one of two ranks lost its part."""
-    for state, key in averages(optimizer):
-        emptied(
-            {part: value.view(-1)[: -(-value.numel() // 2)] for part, value in state.items() if value.dim()}, key
-        )
+    emptied({part: value.view(-1)[: -(-value.numel() // 2)] for part, value in state.items() if value.dim()}, key)
 
 
-def averages_rounded(model: Any, optimizer: Any) -> None:
-    for state, key in averages(optimizer):
-        state[key].copy_(state[key].to(NARROWER[state[key].dtype]).to(state[key].dtype))
+def of_averages(change, chosen=slice(None)):
+    """A loss of the averages' own: change(state, key)."""
+
+    def apply(model, optimizer):
+        for state, key in averages(optimizer)[chosen]:
+            change(state, key)
+
+    return apply
 
 
-def averages_scaled(model: Any, optimizer: Any) -> None:
-    """As where a loss scale was taken out twice."""
-    for state, key in averages(optimizer):
-        state[key].mul_(0.5)
-
-
-def averages_of_another_layer(model: Any, optimizer: Any) -> None:
-    for state, key in averages(optimizer):
-        state[key].copy_(state[key].flatten().roll(1).view_as(state[key]))
-
-
-def no_states(model: Any, optimizer: Any) -> None:
-    optimizer.state.clear()
-
-
-def layer_made_anew(model: Any, optimizer: Any) -> None:
-    model[2].reset_parameters()
+def narrowed(values: Any) -> Any:
+    return values.to(NARROWER[values.dtype]).to(values.dtype)
 
 
 def weights_rounded(model: Any, optimizer: Any) -> None:
     with torch.no_grad():
         for own in model.parameters():
-            own.copy_(own.to(NARROWER[own.dtype]).to(own.dtype))
+            own.copy_(narrowed(own))
 
 
 def other_weights(model: Any, optimizer: Any) -> None:
@@ -119,20 +87,23 @@ def what_completes_gone(model: Any, optimizer: Any) -> None:
                 own.view(torch.int16 if own.dtype == BF16 else torch.int32).bitwise_and_(~1)
 
 
-LOSSES = (
-    first_averages_gone,
-    all_averages_gone,
-    averages_of_a_layer_gone,
-    half_of_the_averages_gone,
-    averages_rounded,
-    averages_scaled,
-    averages_of_another_layer,
-    no_states,
-    layer_made_anew,
-    weights_rounded,
-    other_weights,
-    what_completes_gone,
-)
+LOSSES = {
+    "first averages": of_averages(lambda state, key: key != "exp_avg_sq" and emptied(state, key)),
+    "all averages": of_averages(emptied),
+    "averages of a layer": of_averages(emptied, slice(-1, None)),
+    "half of the averages": of_averages(half_emptied),
+    "averages rounded": of_averages(lambda state, key: state[key].copy_(narrowed(state[key]))),
+    "averages scaled, as by a loss scale taken out twice": of_averages(lambda state, key: state[key].mul_(0.5)),
+    "averages of another layer": of_averages(
+        lambda state, key: state[key].copy_(state[key].flatten().roll(1).view_as(state[key]))
+    ),
+    "no states": lambda model, optimizer: optimizer.state.clear(),
+    "a layer made anew": lambda model, optimizer: model[2].reset_parameters(),
+    "weights rounded": weights_rounded,
+    "other weights": other_weights,
+    "what completes": what_completes_gone,
+}
+OF_WEIGHTS = ("a layer made anew", "weights rounded", "other weights")
 
 
 @pytest.fixture(autouse=True)
@@ -141,16 +112,16 @@ def _optimizers(monkeypatch):
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_each_loss_is_known_at_the_first_step(optimizer, loss, tmp_path):
     job = Job(tmp_path, optimizer)
     job.launch(0, 6)
-    found, _, info = job.launch(6, 7, spoil=loss)
+    found, _, info = job.launch(6, 7, spoil=LOSSES[loss])
     assert "bit for bit" not in str(found)
     assert found.weights.differing or found.states.differing
-    alone = loss is what_completes_gone and optimizer not in ("light", "split-master", "master-weights")
-    assert bool(found.weights.differing) == (alone or loss in (layer_made_anew, weights_rounded, other_weights))
+    alone = loss == "what completes" and optimizer not in ("light", "split-master", "master-weights")
+    assert bool(found.weights.differing) == (alone or loss in OF_WEIGHTS)
     assert bool(found.states.differing) == (not found.weights.differing)
     assert all(lost.step == 7 for lost in info.resume_losses)
 
@@ -165,18 +136,9 @@ def pickled(model: Any, optimizer: Any, other: Any, another: Any, folder: Any) -
 def in_safetensors(model: Any, optimizer: Any, other: Any, another: Any, folder: Any) -> None:
     """Tensors by a name of number and key; what is none goes into the header as text."""
     states = optimizer.state_dict()
-    tensors = {
-        f"{number}/{key}": value.clone()
-        for number, state in states["state"].items()
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor)
-    }
-    numbers = {
-        f"{number}/{key}": value
-        for number, state in states["state"].items()
-        for key, value in state.items()
-        if not isinstance(value, torch.Tensor)
-    }
+    named = {f"{number}/{key}": value for number, state in states["state"].items() for key, value in state.items()}
+    tensors = {name: value.clone() for name, value in named.items() if isinstance(value, torch.Tensor)}
+    numbers = {name: value for name, value in named.items() if name not in tensors}
     found = {**load(save(tensors)), **json.loads(json.dumps(numbers))}
     again: dict[str, Any] = {"state": {}, "param_groups": copy.deepcopy(states["param_groups"])}
     for name, value in found.items():
@@ -194,11 +156,7 @@ def distributed(model: Any, optimizer: Any, other: Any, another: Any, folder: An
 
 NONE: tuple[tuple[str, str], ...] = (("schedulefree", "distributed"), ("bitsandbytes", "safetensors"))
 """torch's own functions refuse the first; the states of the second are nested."""
-FORMS: dict[str, Callable[..., None]] = {
-    "pickled": pickled,
-    "safetensors": in_safetensors,
-    "distributed": distributed,
-}
+FORMS = {"pickled": pickled, "safetensors": in_safetensors, "distributed": distributed}
 WHOLE = [
     (way, dtype, form)
     for way in LOADS_WELL

@@ -1,19 +1,17 @@
 """Averages of the weights: measured as an fp64 average beside them says, found by what is done with them, and no
 training is other for it."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import sys
 import types
 import weakref
+from functools import partial
 
 import collage_agent as collage
 import pytest
 import torch
 from collage_agent import error_guard
-from collage_agent.session import _SESSION
 from collage_agent.step.average_meter import AverageMeter
 from collage_agent.watching.average_watch import AverageWatch
 from collage_agent.watching.watch_texts import average_word
@@ -22,17 +20,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from collage_monitor.diagnosis import Evidence, judge
 from tests.agent.test_no_synchronisation import Listening
-from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
+from tests.agent.training import adamw, gpt_loss, mlp, mlp_loss, small_gpt, train
 from tests.reference.averages import ReferenceAverage, metrics_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ORIGINAL = AveragedModel.__dict__["update_parameters"]
-
-
-@pytest.fixture(autouse=True)
-def _no_watch_waits():
-    yield
-    _SESSION.waiting.clear()
 
 
 class EMAModel:
@@ -74,14 +66,46 @@ def lerp(average, model, decay):
             mine.lerp_(theirs.to(mine.dtype), 1.0 - decay)
 
 
-def adamw(model, lr=1e-3):
-    return torch.optim.AdamW(model.parameters(), lr=lr)
-
-
-def trained(model, optimizer, steps, update, loss_of=mlp_loss):
+def trained(model, steps, update, loss_of=mlp_loss, optimizer=None):
+    """Steps, with an update of the average after each of them."""
+    optimizer = optimizer or adamw(model.parameters())
     for step in range(steps):
         train(model, optimizer, 1, loss_of, start=step)
         update()
+
+
+def announced(handles, average, model, by, **said):
+    """An update by the plain loop that the handles are told of."""
+    for handle in handles:
+        handle.before()
+    lerp(average, model, by)
+    for handle in handles:
+        handle.after(**said)
+
+
+AVERAGED = {
+    "AveragedModel, multi": partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+    "AveragedModel, one by one": partial(AveragedModel, avg_fn=get_ema_avg_fn(0.9)),
+    "AveragedModel, SWA": AveragedModel,
+    "EMAModel": lambda model: EMAModel(model.parameters(), 0.9),
+    "ModelEma": lambda model: ModelEma(model, 0.9),
+}
+
+
+def update_of(average, model):
+    if isinstance(average, AveragedModel):
+        return lambda: average.update_parameters(model)
+    if isinstance(average, EMAModel):
+        return lambda: average.step(model.parameters())
+    return lambda: average.update(model)
+
+
+def averaged(kind="AveragedModel, multi", dtype=BF16, **options):
+    """A model, its average, what updates that, and a watch of all of it at each update."""
+    model = mlp(dtype=dtype)
+    average = (AVERAGED[kind] if isinstance(kind, str) else kind)(model)
+    handle = collage.watch_average(average, model, **{"every": 1, "sample": "all", **options})
+    return model, average, update_of(average, model), handle
 
 
 @pytest.mark.drawn
@@ -93,13 +117,11 @@ def test_numbers_are_those_of_an_fp64_average(decay, width, seed, dtype, of):
     average = copy.deepcopy(model).to(dtype)
     handle = collage.watch_average(average, model, decay, every=1, sample="all")
     references = {name: ReferenceAverage(parameter) for name, parameter in average.named_parameters()}
-    optimizer = adamw(model)
+    optimizer = adamw(model.parameters())
     for step in range(12):
         train(model, optimizer, 1, start=step)
         before = {name: parameter.detach().clone() for name, parameter in average.named_parameters()}
-        handle.before()
-        lerp(average, model, decay)
-        handle.after()
+        announced([handle], average, model, decay)
         weights, after = dict(model.named_parameters()), dict(average.named_parameters())
         found = {
             name: reference.update(before[name], after[name], weights[name], decay)
@@ -120,16 +142,9 @@ def check(found, expected):
 def test_unmeasured_updates_are_carried_along():
     model = mlp()
     average = copy.deepcopy(model)
-    (every, tenth) = (collage.watch_average(average, model, 0.99, every=n, sample="all") for n in (1, 10))
-    optimizer = adamw(model)
-    for step in range(29):
-        train(model, optimizer, 1, start=step)
-        for handle in (every, tenth):
-            handle.before()
-        lerp(average, model, 0.99)
-        for handle in (every, tenth):
-            handle.after()
-    one, other = every.summary()["model"], tenth.summary()["model"]
+    handles = [collage.watch_average(average, model, 0.99, every=n, sample="all") for n in (1, 10)]
+    trained(model, 29, lambda: announced(handles, average, model, 0.99))
+    one, other = (handle.summary()["model"] for handle in handles)
     assert one == other
     assert one["average_updates"] == 29
 
@@ -140,7 +155,7 @@ def test_unmeasured_updates_are_carried_along():
 )
 def test_a_bf16_average_that_stands_still_is_told_and_an_fp32_one_is_healthy(decay):
     model = small_gpt(layers=1)
-    optimizer = adamw(model)
+    optimizer = adamw(model.parameters())
     narrow = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
     wide = AveragedModel(model, avg_fn=get_ema_avg_fn(decay)).float()
     handles = [collage.watch_average(one, model, every=10, sample="all") for one in (narrow, wide)]
@@ -149,9 +164,9 @@ def test_a_bf16_average_that_stands_still_is_told_and_an_fp32_one_is_healthy(dec
         for one in (narrow, wide):
             one.update_parameters(model)
 
-    trained(model, optimizer, 1, update, gpt_loss)
+    trained(model, 1, update, gpt_loss, optimizer)
     start = [parameter.detach().clone() for parameter in narrow.module.parameters()]
-    trained(model, optimizer, 200, update, gpt_loss)
+    trained(model, 200, update, gpt_loss, optimizer)
     told = handles[0].summary()["model"]
     seen = sum(int((a != b).sum()) for a, b in zip(start, narrow.module.parameters(), strict=True))
     assert told["average_moved_ratio"] == pytest.approx(seen / sum(p.numel() for p in start), abs=0.02)
@@ -178,30 +193,10 @@ def distance(average, start):
     return float(sum(squares)) ** 0.5
 
 
-def averaged_models():
-    return {
-        "AveragedModel, multi": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
-        "AveragedModel, one by one": lambda model: AveragedModel(model, avg_fn=get_ema_avg_fn(0.9)),
-        "AveragedModel, SWA": AveragedModel,
-        "EMAModel": lambda model: EMAModel(model.parameters(), 0.9),
-        "ModelEma": lambda model: ModelEma(model, 0.9),
-    }
-
-
-def update_of(average, model):
-    if isinstance(average, AveragedModel):
-        return lambda: average.update_parameters(model)
-    if isinstance(average, EMAModel):
-        return lambda: average.step(model.parameters())
-    return lambda: average.update(model)
-
-
-@pytest.mark.parametrize("kind", averaged_models())
+@pytest.mark.parametrize("kind", AVERAGED)
 def test_known_classes_say_their_own_decay(kind):
-    model = mlp(dtype=FP32)
-    average = averaged_models()[kind](model)
-    handle = collage.watch_average(average, model, every=1, sample="all")
-    trained(model, adamw(model), 8, update_of(average, model))
+    model, _, update, handle = averaged(kind, FP32)
+    trained(model, 8, update)
     told = handle.summary()["model"]
     assert told["average_edq_ratio"] == pytest.approx(1.0, abs=1e-3)
     assert told["average_drift_ratio"] < 1e-3
@@ -209,11 +204,11 @@ def test_known_classes_say_their_own_decay(kind):
     assert "healthy" in str(handle)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in averaged_models() if kind.startswith("Averaged")])
+@pytest.mark.parametrize("kind", [kind for kind in AVERAGED if kind.startswith("Averaged")])
 def test_an_average_of_the_watched_model_is_found(kind):
     model, twin = mlp(), mlp()
-    watched, other = averaged_models()[kind](model), averaged_models()[kind](twin)
-    optimizers = adamw(model), adamw(twin)
+    watched, other = AVERAGED[kind](model), AVERAGED[kind](twin)
+    optimizers = adamw(model.parameters()), adamw(twin.parameters())
     handle = collage.watch(model, optimizers[0], every=1, sample="all")
     for step in range(4):
         for one, optimizer, average in zip((model, twin), optimizers, (watched, other), strict=True):
@@ -234,9 +229,9 @@ def test_an_average_is_found_whose_class_was_imported_before_the_watch(monkeypat
     monkeypatch.setitem(sys.modules, "diffusers.training_utils", module)
     model = mlp()
     average = EMAModel(model.parameters(), 0.999)
-    optimizer = adamw(model)
+    optimizer = adamw(model.parameters())
     handle = collage.watch(model, optimizer, every=1, sample="all")
-    trained(model, optimizer, 5, lambda: average.step(model.parameters()))
+    trained(model, 5, update_of(average, model), optimizer=optimizer)
     (found,) = handle.averages
     assert found.summary()["layers"].keys() == {name for name, _ in model.named_parameters()}
     assert handle.summary()["model"]["average_updates"] == 3
@@ -248,7 +243,7 @@ def test_an_average_is_found_whose_class_was_imported_before_the_watch(monkeypat
 def test_an_iterator_of_parameters_is_left_to_the_call(given):
     model, average = mlp(), EMAModel(mlp().parameters(), 0.9)
     collage.watch_average(EMAModel(model.parameters()), model)  # the class is known, this instance is not
-    optimizer = adamw(model)
+    optimizer = adamw(model.parameters())
     collage.watch(model, optimizer, every=1)
     plain = [parameter.detach().clone() for parameter in mlp().parameters()]
     for step in range(4):
@@ -267,12 +262,9 @@ def test_an_iterator_of_parameters_is_left_to_the_call(given):
 def test_one_average_is_reported_and_one_that_is_passed_before_one_that_is_found():
     model = mlp()
     found, passed, second = (AveragedModel(model) for _ in range(3))
-    optimizer = adamw(model)
+    optimizer = adamw(model.parameters())
     watch = collage.watch(model, optimizer, every=1)
-    for step in range(2):
-        train(model, optimizer, 1, start=step)
-        found.update_parameters(model)
-        second.update_parameters(model)
+    trained(model, 2, lambda: [one.update_parameters(model) for one in (found, second)], optimizer=optimizer)
     (first,) = watch.averages
     handle = collage.watch_average(passed, model)
     assert watch.averages == [handle]
@@ -282,75 +274,32 @@ def test_one_average_is_reported_and_one_that_is_passed_before_one_that_is_found
     assert "not reported" in str(other)
 
 
-def test_a_plain_loop_is_noticed_when_the_optimizer_steps():
-    model = mlp()
-    average = copy.deepcopy(model)
-    by_hand = copy.deepcopy(model)
-    noticed = collage.watch_average(average, model, 0.99, every=1, sample="all")
-    told = collage.watch_average(by_hand, model, 0.99, every=1, sample="all")
-    optimizer = adamw(model)
+@pytest.mark.parametrize(("dtype", "decay"), [(BF16, 0.9), (FP32, 0.999)])
+def test_however_an_update_is_made_known_the_numbers_are_the_same(dtype, decay):
+    """Told by hand, with the decay said each time, of replaced tensors, or seen by the optimizer's step."""
+    model = mlp(dtype=dtype)
+    told, said, noticed = (copy.deepcopy(model) for _ in range(3))
+    replaced = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    by_hand, anew, by_step = (
+        collage.watch_average(average, model, decay, every=1, sample="all") for average in (told, replaced, noticed)
+    )
+    each_time = collage.watch_average(said, model, every=1, sample="all")
 
     def update():
-        lerp(average, model, 0.99)
-        told.before()
-        lerp(by_hand, model, 0.99)
-        told.after()
+        announced([by_hand], told, model, decay)
+        announced([each_time], said, model, decay, decay=decay)
+        lerp(noticed, model, decay)
+        anew.before()
+        replaced.update({name: parameter.detach().clone() for name, parameter in told.named_parameters()})
+        anew.after()
 
-    trained(model, optimizer, 9, update)
-    train(model, optimizer, 1, start=9)
-    assert noticed.summary() == told.summary()
-    assert noticed.summary()["updates"] == 9
-
-
-@pytest.mark.parametrize("decay", [0.9, 0.999])
-def test_a_decay_that_is_said_at_each_update_is_that_of_the_average(decay):
-    model = mlp(dtype=FP32)
-    average = copy.deepcopy(model)
-    known, said = (collage.watch_average(average, model, own, every=1, sample="all") for own in (decay, None))
-
-    def update():
-        known.before()
-        said.before()
-        lerp(average, model, decay)
-        known.after()
-        said.after(decay=decay)
-
-    trained(model, adamw(model), 6, update)
-    assert said.summary() == known.summary()
-    assert known.summary()["model"]["average_edq_ratio"] == pytest.approx(1, abs=0.02)
-
-
-def test_tensors_that_are_replaced_at_each_update_are_followed():
-    model = mlp()
-    average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    in_place = [parameter.detach().clone() for parameter in model.parameters()]
-    one = collage.watch_average(average, model, 0.9, every=1, sample="all")
-    other = collage.watch_average(in_place, model, 0.9, every=1, sample="all")
-
-    def update():
-        one.before()
-        other.before()
-        for mine, (name, parameter) in zip(in_place, model.named_parameters(), strict=True):
-            mine.lerp_(parameter.detach(), 0.1)
-            average[name] = mine.clone()
-        one.after()
-        other.after()
-
-    trained(model, adamw(model), 6, update)
-    assert one.summary() == other.summary()
-    assert one.summary()["model"]["average_moved_ratio"] > 0.5
-
-
-def test_a_decay_that_is_not_known_is_not_guessed():
-    model = mlp()
-    average = AveragedModel(model, avg_fn=lambda mine, theirs, count: 0.9 * mine + 0.1 * theirs)
-    handle = collage.watch_average(average, model, every=1, sample="all")
-    trained(model, adamw(model), 4, lambda: average.update_parameters(model))
-    told = handle.summary()["model"]
-    assert told["average_edq_ratio"] is None
-    assert told["average_drift_ratio"] is None
-    assert told["average_moved_ratio"] > 0
-    assert "pass decay=" in str(handle)
+    optimizer = adamw(model.parameters())
+    trained(model, 6, update, optimizer=optimizer)
+    train(model, optimizer, 1, start=6)
+    expected = by_hand.summary()
+    assert each_time.summary() == anew.summary() == by_step.summary() == expected
+    assert expected["updates"] == 6
+    assert expected["model"]["average_moved_ratio"] > 0.1
 
 
 def test_a_decay_that_was_not_known_once_leaves_the_drift_unknown():
@@ -358,14 +307,22 @@ def test_a_decay_that_was_not_known_once_leaves_the_drift_unknown():
     average = copy.deepcopy(model)
     handle = collage.watch_average(average, model, every=1, sample="all")
     told = []
-    for step in range(4):
-        train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), 1, start=step)
-        handle.before()
-        lerp(average, model, 0.9)
-        handle.after(decay=0.9 if step != 1 else None)
+    for decay in (0.9, None, 0.9, 0.9):
+        trained(model, 1, lambda decay=decay: announced([handle], average, model, 0.9, decay=decay))
         told.append(handle.summary()["model"])
     assert [one["average_edq_ratio"] is None for one in told] == [False, True, False, False]
     assert [one["average_drift_ratio"] is None for one in told] == [False, True, True, True]
+
+
+def test_a_decay_that_is_not_known_is_not_guessed():
+    mix = partial(AveragedModel, avg_fn=lambda mine, theirs, count: 0.9 * mine + 0.1 * theirs)
+    model, _, update, handle = averaged(mix)
+    trained(model, 4, update)
+    told = handle.summary()["model"]
+    assert told["average_edq_ratio"] is None
+    assert told["average_drift_ratio"] is None
+    assert told["average_moved_ratio"] > 0
+    assert "pass decay=" in str(handle)
 
 
 def test_a_call_that_fails_is_no_update():
@@ -376,17 +333,15 @@ def test_a_call_that_fails_is_no_update():
             raise RuntimeError("out of memory")
         return 0.9 * mine + 0.1 * theirs
 
-    model = mlp()
-    average = AveragedModel(model, avg_fn=mixed)
-    handle = collage.watch_average(average, model, every=1, sample="all")
-    trained(model, adamw(model), 4, lambda: average.update_parameters(model))
+    model, _, update, handle = averaged(partial(AveragedModel, avg_fn=mixed))
+    trained(model, 4, update)
     before = handle.summary()["updates"]
     fails.append(True)
     with pytest.raises(RuntimeError, match="out of memory"):
-        average.update_parameters(model)
+        update()
     assert handle.summary()["updates"] == before
     fails.clear()
-    average.update_parameters(model)
+    update()
     assert handle.summary()["updates"] == before + 1
 
 
@@ -402,7 +357,7 @@ def test_another_decay_or_sign_than_was_said_is_no_loss():
             mine.add_(mine - theirs, alpha=0.01)
         handle.after()
 
-    trained(model, adamw(model), 6, away)
+    trained(model, 6, away)
     assert "moves by -1.000 of what its decay says" in str(handle)
     assert wakes(handle)
 
@@ -416,26 +371,23 @@ def test_an_average_that_wanders_about_an_exact_one_is_not_called_healthy(lost, 
 
 
 def test_an_average_that_is_loaded_starts_anew():
-    model = mlp()
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    handle = collage.watch_average(average, model, every=1, sample="all")
-    optimizer = adamw(model)
-    trained(model, optimizer, 5, lambda: average.update_parameters(model))
+    model, average, update, handle = averaged()
+    trained(model, 5, update)
     average.load_state_dict({key: value + 1 for key, value in average.state_dict().items()})
-    trained(model, optimizer, 1, lambda: average.update_parameters(model))
+    trained(model, 1, update)
     assert handle.summary()["model"]["average_updates"] == 1
 
 
 @pytest.mark.drawn(by=lambda kind: (kind.partition(",")[0],))
-@pytest.mark.parametrize("kind", averaged_models())
+@pytest.mark.parametrize("kind", AVERAGED)
 def test_training_and_average_are_bit_identical(kind):
     def run(watched):
         model = mlp()
-        average, optimizer = averaged_models()[kind](model), adamw(model)
+        average, optimizer = AVERAGED[kind](model), adamw(model.parameters())
         if watched:
             collage.watch(model, optimizer, every=2)
             collage.watch_average(average, model, every=2)
-        trained(model, optimizer, 20, update_of(average, model))
+        trained(model, 20, update_of(average, model), optimizer=optimizer)
         held = average.shadow_params if isinstance(average, EMAModel) else [*average.state_dict().values()]
         return [*model.parameters()], held, torch.get_rng_state()
 
@@ -457,13 +409,11 @@ def test_an_update_reads_nothing_back_from_a_device(monkeypatch):
         monkeypatch.setattr(AverageWatch, name, listened)
 
     def update():
-        handles[0].before()
-        lerp(average, model, 0.99)
-        handles[0].after()
+        announced(handles[:1], average, model, 0.99)
         known.update_parameters(model)
 
-    watch = collage.watch(model, optimizer := adamw(model), every=1, layers="weight")
-    trained(model, optimizer, 8, update)
+    watch = collage.watch(model, optimizer := adamw(model.parameters()), every=1, layers="weight")
+    trained(model, 8, update, optimizer=optimizer)
     assert not listening.read
     assert all(handle.summary()["model"]["average_edq_ratio"] is not None for handle in handles)
     assert {name for name, own in watch.summary()["layers"].items() if own["average_updates"]} == {
@@ -473,16 +423,16 @@ def test_an_update_reads_nothing_back_from_a_device(monkeypatch):
 
 def test_what_is_removed_measures_no_more_and_classes_have_their_methods_back():
     model = mlp()
-    average, optimizer = averaged_models()["AveragedModel, multi"](model), adamw(model)
-    watch = collage.watch(model, optimizer, every=1, sample="all")
-    trained(model, optimizer, 4, lambda: average.update_parameters(model))
+    average, optimizer = AveragedModel(model), adamw(model.parameters())
+    watch, update = collage.watch(model, optimizer, every=1, sample="all"), update_of(average, model)
+    trained(model, 4, update, optimizer=optimizer)
     (found,) = watch.averages
     copied = copy.deepcopy(average)
     assert AveragedModel.__dict__["update_parameters"] is not ORIGINAL
     watch.remove()
     assert found.removed
     numbers = found.summary()
-    trained(model, optimizer, 2, lambda: average.update_parameters(model))
+    trained(model, 2, update, optimizer=optimizer)
     assert found.summary() == numbers
     assert AveragedModel.__dict__["update_parameters"] is ORIGINAL
     assert torch.equal(copied.n_averaged + 2, average.n_averaged)
@@ -490,7 +440,7 @@ def test_what_is_removed_measures_no_more_and_classes_have_their_methods_back():
 
 def test_an_average_that_the_training_drops_is_not_kept():
     model = mlp()
-    average, optimizer = averaged_models()["AveragedModel, multi"](model), adamw(model)
+    average, optimizer = AveragedModel(model), adamw(model.parameters())
     watch = collage.watch(model, optimizer, every=1, sample="all")
     for step in range(4):
         train(model, optimizer, 1, start=step)
@@ -521,10 +471,8 @@ def test_what_is_no_average_is_named(average, error, words):
 
 def test_an_error_of_the_agents_never_reaches_the_training(monkeypatch):
     error_guard.raise_in_tests(False)
-    model = mlp()
-    average, optimizer = averaged_models()["AveragedModel, multi"](model), adamw(model)
-    handle = collage.watch_average(average, model, every=1)
+    model, average, update, handle = averaged()
     monkeypatch.setattr(AverageMeter, "update", lambda self, share: 1 / 0)
-    trained(model, optimizer, 6, lambda: average.update_parameters(model))
+    trained(model, 6, update)
     assert "switched off" in str(handle)
     assert int(average.n_averaged) == 6

@@ -1,19 +1,19 @@
 """What a training is expected to keep: said right it is silent, said wrong it is known at the first step."""
 
-from __future__ import annotations
-
 import logging
+from functools import partial
 
 import pytest
 import torch
 from collage_agent import ExpectationBroken
 from collage_agent.expectations import BREACH_EXIT_STATUS, Expectations
-from collage_agent.handle import watch
 from collage_agent.run_settings import watch_defaults
 from collage_optim import CollageAdamW
 from torch import nn
 
 from collage_monitor.strategies import STRATEGIES
+from tests.agent.intent.optimizers import ByParameter
+from tests.agent.training import train, watched
 from tests.agent.watching.test_resume_check import Saved
 from tests.keepers.ways import BF16, FP32, ways
 
@@ -31,28 +31,7 @@ def keeps_float32(way, dtype):
     )
 
 
-def broken(training, **expected):
-    """What is broken after one watched step."""
-    handle = training.watched(expect=expected)
-    handle.remove()
-    return {breach.expectation: breach for breach in handle.info.broken}
-
-
 RESUMED = pytest.mark.parametrize("taken", [0, 3], ids=["fresh", "resumed"])
-
-
-@pytest.mark.drawn(by=lambda way, taken: (keeps_float32(way, way.dtypes[0]), taken))
-@RESUMED
-@pytest.mark.parametrize("way", WAYS, ids=[f"{way.who}, {way.name}" for way in WAYS])
-def test_what_is_kept_is_known_at_the_first_step(way, taken):
-    dtype = way.dtypes[0]
-    training, whole = Saved(way, dtype, taken), keeps_float32(way, dtype)
-    assert broken(training, strategy=way.seen, weights="float32" if whole else str(dtype)[6:]) == {}
-    other = "plain" if way.seen != "plain" else "master-weights"
-    found = broken(training, strategy=other, weights="float64" if whole else "float32")
-    assert found.keys() == {"strategy", "weights"}
-    assert found["strategy"].step == taken + 2
-    assert f"seen is {way.seen}" in found["strategy"].text
 
 
 def kept_bits(way, dtype):
@@ -96,27 +75,19 @@ def test_each_expectation_of_each_way_is_judged_right_at_the_first_step(way, dty
 
 @pytest.mark.parametrize("strategy", ["plain", "fp32-states", "plus", "split-master-8bit", "master-weights"])
 def test_states_are_held_to_what_they_should_be(strategy):
-    def broken(**expected):
-        torch.manual_seed(0)
-        model = nn.Linear(32, 32).to(BF16)
-        optimizer = CollageAdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), strategy=strategy)
-        handle = watch(model, optimizer, expect=expected, budget=None)
-        model(torch.randn(4, 32).to(BF16)).float().square().sum().backward()
-        optimizer.step()
-        return [breach.expectation for breach in handle.info.broken]
-
     wide = strategy in ("fp32-states", "master-weights")
-    assert broken(states="float32") == ([] if wide else ["states."])
-    assert broken(states={"exp_avg_sq": "float32"}) == ([] if wide else ["states.exp_avg_sq"])
-    assert broken(states={"momentum_buffer": "float32"}) == []
+    for states, name in (("float32", "states."), ({"exp_avg_sq": "float32"}, "states.exp_avg_sq")):
+        handle = trained(partial(split, strategy=strategy), 1, expect={"states": states})
+        assert [breach.expectation for breach in handle.info.broken] == ([] if wide else [name])
+    unknown = trained(partial(split, strategy=strategy), 1, expect={"states": {"momentum_buffer": "float32"}})
+    assert unknown.info.broken == []
 
 
-def trained(optimizer_of, count=2, **options):
+def trained(make, count=2, **options):
     """A watch whose training took steps of a bf16 model."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(BF16)
-    optimizer = optimizer_of(model)
-    handle = watch(model, optimizer, every=1, budget=None, **options)
+    layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(BF16)
+    model, optimizer, handle = watched(make, layers, **options)
     for _ in range(count):
         optimizer.zero_grad()
         model(torch.randn(16, 64).to(BF16)).float().square().mean().backward()
@@ -124,12 +95,8 @@ def trained(optimizer_of, count=2, **options):
     return handle
 
 
-def plain(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-5)
-
-
-def split(model):
-    return CollageAdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), strategy="split-master")
+plain = partial(torch.optim.AdamW, lr=1e-5)
+split = partial(CollageAdamW, lr=1e-5, betas=(0.9, 0.95), strategy="split-master")
 
 
 def test_what_arrives_is_held_to_its_bounds():
@@ -143,14 +110,10 @@ def test_what_is_lost_is_not_asked_of_single_steps_that_round_at_random(caplog):
     with caplog.at_level(logging.WARNING, "collage_agent"):
         assert trained(split, 3, expect={"max_lost": 0.05}).info.broken == []
     assert caplog.text.count("max_lost is not looked at") == 1
-    lossy = trained(
-        lambda model: CollageAdamW(model.parameters(), lr=1e-9, strategy="stochastic"),
-        40,
-        expect={"max_lost": 1e-4},
-        windows=(8,),
-    )
-    assert [breach.expectation for breach in lossy.info.broken] == ["max_lost"]
-    assert "lost_window_ratio/8" in lossy.info.broken[0].text
+    lossy = partial(CollageAdamW, lr=1e-9, strategy="stochastic")
+    (breach,) = trained(lossy, 40, expect={"max_lost": 1e-4}, windows=(8,)).info.broken
+    assert breach.expectation == "max_lost"
+    assert "lost_window_ratio/8" in breach.text
 
 
 def test_a_breach_is_said_once_and_counted(caplog):
@@ -170,38 +133,23 @@ def test_a_training_ends_where_that_was_asked_for():
     assert trained(split, expect={"weights": "float32"}, on_breach="exit").info.broken == []
 
 
-class WideMomentum(torch.optim.Optimizer):
+class WideMomentum(ByParameter):
     """Keeps its average in fp32, until torch's own loading casts it to the weight's dtype."""
 
-    def __init__(self, params):
-        super().__init__(params, {"lr": 1e-3})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            average = self.state[parameter].setdefault("average", torch.zeros_like(parameter, dtype=FP32))
-            average.mul_(0.9).add_(parameter.grad, alpha=0.1)
-            parameter.add_(average, alpha=-1e-3)
+    def step_one(self, parameter, group):
+        average = self.state[parameter].setdefault("average", torch.zeros_like(parameter, dtype=FP32))
+        average.mul_(0.9).add_(parameter.grad, alpha=0.1)
+        parameter.add_(average, alpha=-1e-3)
 
 
 def test_states_that_are_cast_by_loading_them_in_the_middle_are_seen():
-    torch.manual_seed(0)
-    model = nn.Linear(32, 32).to(BF16)
-    optimizer = WideMomentum(model.parameters())
-    handle = watch(model, optimizer, every=100, budget=None, first_step=1, expect={"states": "float32"})
-
-    def step():
-        optimizer.zero_grad()
-        model(torch.randn(4, 32).to(BF16)).float().square().sum().backward()
-        optimizer.step()
-
-    step()
-    step()
+    model, optimizer, handle = watched(WideMomentum, every=100, first_step=1, expect={"states": "float32"})
+    train(model, optimizer, 2)
     assert handle.info.broken == []
     optimizer.load_state_dict(optimizer.state_dict())
-    step()
+    train(model, optimizer, 1, start=2)
     (breach,) = handle.info.broken
-    assert (str(breach)) == "expected states in float32, kept are average in bfloat16, at step 3"
+    assert str(breach) == "expected states in float32, kept are average in bfloat16, at step 3"
 
 
 @pytest.mark.parametrize(
@@ -224,16 +172,11 @@ def test_what_cannot_be_expected_is_refused(given, told):
 
 def test_text_and_mapping_say_the_same():
     text = "strategy=plus,weights=float32,states=bfloat16,states.exp_avg_sq=float32,min_edq=0.95,max_lost=0.05"
-    expected = Expectations.of(text)
-    assert str(expected) == text
     states = {"": "bfloat16", "exp_avg_sq": "float32"}
-    assert expected == Expectations("plus", "float32", states, 0.95, 0.05)
-    assert (
-        Expectations.of(
-            {"strategy": "plus", "weights": "float32", "states": states, "min_edq": 0.95, "max_lost": 0.05}
-        )
-        == expected
-    )
+    options = {"strategy": "plus", "weights": "float32", "states": states, "min_edq": 0.95, "max_lost": 0.05}
+    expected = Expectations("plus", "float32", states, 0.95, 0.05)
+    assert Expectations.of(text) == Expectations.of(options) == expected
+    assert str(expected) == text
 
 
 def test_the_environment_states_expectations(caplog):

@@ -1,7 +1,5 @@
 """Parameter groups that change while they are watched: frozen, replaced, moved to another place, taken out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from collage_agent.handle import watch
@@ -14,19 +12,21 @@ from tests.agent.training import mlp, train
 pytestmark = pytest.mark.slow
 
 
-def watched(model, optimizer, every=1, reporter=None):
-    """All that is kept from step to step is on."""
-    return watch(model, optimizer, every=every, sample="all", oracle=True, windows=(2,), reporter=reporter)
-
-
-def in_groups(model):
-    """Three groups with rates of their own; momentum, so that states matter."""
+def begun(steps, every=1):
+    """Three groups with rates of their own and momentum, watched with all that is kept from step to step."""
+    model, recorder = mlp(dtype=torch.float32), Recorder()
     groups = [{"params": list(model[i].parameters()), "lr": 10.0**-i} for i in (0, 2, 4)]
-    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    handle = watch(model, optimizer, every=every, sample="all", oracle=True, windows=(2,), reporter=recorder)
+    train(model, optimizer, steps)
+    return model, optimizer, handle, recorder
 
 
-def assert_as_in_fp64(handle, expected, names):
-    """u and e of these layers are those of whole tensors, and no other layer is reported."""
+def goes_on(model, optimizer, handle, first, last, names=None):
+    """u and e of the last step are those of whole tensors in fp64, and no layer is reported but these."""
+    for step in range(first, last):
+        expected = step_with_reference(model, optimizer, step)
+    names = expected if names is None else names
     totals = totals_of(handle)
     for layer in names:
         _, _, u, e = expected[layer]
@@ -57,18 +57,13 @@ def take_a_tensor_out(optimizer):
 @pytest.mark.parametrize("freeze", [pop, pop_the_last, take_tensors_out, take_a_tensor_out])
 def test_what_is_taken_out_of_the_optimizer_is_no_longer_reported(freeze, every):
     """backward still fills the gradients of what is frozen."""
-    model, recorder = mlp(dtype=torch.float32), Recorder()
-    optimizer = in_groups(model)
-    handle = watched(model, optimizer, every, recorder)
-    train(model, optimizer, 5)
+    model, optimizer, handle, recorder = begun(5, every)
     named = {id(parameter): name for name, parameter in model.named_parameters()}
     freeze(optimizer)
     assert str(handle)
-    for step in range(5, 12):
-        expected = step_with_reference(model, optimizer, step)
-        assert str(handle)
     stepped = [named[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    assert_as_in_fp64(handle, expected, stepped)
+    goes_on(model, optimizer, handle, 5, 12, stepped)
+    assert str(handle)
     assert list(handle.summary()["layers"]) == list(named.values())
     assert handle.info.parameters == sum(model.get_parameter(name).numel() for name in stepped)
     assert handle.judgement().health == "healthy"
@@ -79,45 +74,30 @@ def test_what_is_taken_out_of_the_optimizer_is_no_longer_reported(freeze, every)
 
 
 def test_what_comes_back_is_reported_again():
-    model = mlp(dtype=torch.float32)
-    optimizer = in_groups(model)
-    handle = watched(model, optimizer)
-    train(model, optimizer, 3)
+    model, optimizer, handle, _ = begun(3)
     frozen = optimizer.param_groups.pop(1)
     train(model, optimizer, 3, start=3)
     optimizer.param_groups.append(frozen)
-    for step in range(6, 9):
-        expected = step_with_reference(model, optimizer, step)
-    assert_as_in_fp64(handle, expected, expected)
+    goes_on(model, optimizer, handle, 6, 9)
     assert len(handle.summary()["layers"]) == 6
 
 
-@pytest.mark.parametrize("every", [1, 4])
-def test_groups_that_change_places_keep_their_own_rates(every):
-    model, recorder = mlp(dtype=torch.float32), Recorder()
-    optimizer = in_groups(model)
-    handle = watched(model, optimizer, every, recorder)
-    train(model, optimizer, 5)
-    optimizer.param_groups.append(optimizer.param_groups.pop(0))
-    for step in range(5, 12):
-        expected = step_with_reference(model, optimizer, step)
-    assert_as_in_fp64(handle, expected, expected)
+def group_moves(groups):
+    groups.append(groups.pop(0))
+
+
+def tensor_moves(groups):
+    groups[2]["params"].append(groups[0]["params"].pop())
+
+
+@pytest.mark.parametrize(("move", "every"), [(group_moves, 1), (group_moves, 4), (tensor_moves, 1)])
+def test_a_group_that_changes_places_keeps_its_rate_and_a_tensor_takes_its_new_group_s(move, every):
+    model, optimizer, handle, recorder = begun(5, every)
+    move(optimizer.param_groups)
+    goes_on(model, optimizer, handle, 5, 12)
     for values in handle.summary()["layers"].values():
         assert values["edq_oracle_ratio"] == pytest.approx(1.0, abs=1e-3)
     assert "oracle_restarts" not in recorder.measurements[-1].scalars
-
-
-def test_a_tensor_that_moves_to_another_group_has_that_group_s_rate():
-    model = mlp(dtype=torch.float32)
-    optimizer = in_groups(model)
-    handle = watched(model, optimizer)
-    train(model, optimizer, 5)
-    optimizer.param_groups[2]["params"].append(optimizer.param_groups[0]["params"].pop())
-    for step in range(5, 9):
-        expected = step_with_reference(model, optimizer, step)
-    assert_as_in_fp64(handle, expected, expected)
-    for values in handle.summary()["layers"].values():
-        assert values["edq_oracle_ratio"] == pytest.approx(1.0, abs=1e-3)
 
 
 def replace_parameters(model, optimizer, rows):
@@ -133,14 +113,9 @@ def replace_parameters(model, optimizer, rows):
 @pytest.mark.parametrize("rows", [5, 3])
 def test_parameters_that_replace_others_are_watched_in_their_places(rows):
     """The old ones keep the gradient that they had."""
-    model, recorder = mlp(dtype=torch.float32), Recorder()
-    optimizer = in_groups(model)
-    handle = watched(model, optimizer, reporter=recorder)
-    train(model, optimizer, 5)
+    model, optimizer, handle, recorder = begun(5)
     replace_parameters(model, optimizer, rows)
-    for step in range(5, 12):
-        expected = step_with_reference(model, optimizer, step)
-    assert_as_in_fp64(handle, expected, expected)
+    goes_on(model, optimizer, handle, 5, 12)
     assert list(handle.summary()["layers"]) == [name for name, _ in model.named_parameters()]
     assert handle.judgement().health == "healthy"
     layers = {layer.name: layer.shape for layer in recorder.measurements[-1].layout.layers}
@@ -149,10 +124,7 @@ def test_parameters_that_replace_others_are_watched_in_their_places(rows):
 
 
 def test_an_optimizer_that_has_lost_all_groups_raises_nothing():
-    model = mlp(dtype=torch.float32)
-    optimizer = in_groups(model)
-    handle = watched(model, optimizer)
-    train(model, optimizer, 3)
+    model, optimizer, handle, _ = begun(3)
     optimizer.param_groups.clear()
     assert str(handle)
     train(model, optimizer, 3, start=3)

@@ -1,8 +1,7 @@
 """What does not come through a resume is known at the first step; a resume that lost nothing is never accused."""
 
-from __future__ import annotations
-
 import copy
+from functools import partial
 
 import pytest
 import pytorch_optimizer
@@ -13,6 +12,8 @@ from collage_optim import CollageAdamW
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from tests.agent.intent.optimizers import ByParameter
+from tests.agent.training import adamw
 from tests.keepers.table import steps
 from tests.keepers.ways import BF16, RATES, ways
 
@@ -82,11 +83,11 @@ def test_nor_is_a_training_that_begins():
         assert Saved(way, way.dtypes[0], 0).watched(3).info.resume_losses == []
 
 
-class MadeWhenBuilt(torch.optim.Optimizer):
+class MadeWhenBuilt(ByParameter):
     """Adam with master weights, made with all states when it is built, as apex, Megatron and DeepSpeed do."""
 
     def __init__(self, params, count=0, fill=0.0, again=False, **states):
-        super().__init__(params, {"lr": 1e-4})
+        super().__init__(params, 1e-4)
         self.made = count, fill, again, states
         for parameter in self.param_groups[0]["params"]:
             self.make(parameter)
@@ -99,18 +100,16 @@ class MadeWhenBuilt(torch.optim.Optimizer):
         master = {"master": parameter.detach().float().clone()}
         self.state[parameter] = {**counted, **master, "m": wide, "v": wide.clone(), **own}
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            if self.made[2] and parameter not in self.state:
-                self.make(parameter)  # a clone of the agent's then steps, and shows which state is the master
-            state, gradient = self.state[parameter], parameter.grad.float()
-            if "step" in state:
-                state["step"] += 1
-            state["m"].lerp_(gradient, 0.1)
-            state["v"].lerp_(gradient.square(), 0.05)
-            state["master"].addcdiv_(state["m"], state["v"].sqrt() + 1e-8, value=-1e-4)
-            parameter.copy_(state["master"])
+    def step_one(self, parameter, group):
+        if self.made[2] and parameter not in self.state:
+            self.make(parameter)  # a clone of the agent's then steps, and shows which state is the master
+        state, gradient = self.state[parameter], parameter.grad.float()
+        if "step" in state:
+            state["step"] += 1
+        state["m"].lerp_(gradient, 0.1)
+        state["v"].lerp_(gradient.square(), 0.05)
+        state["master"].addcdiv_(state["m"], state["v"].sqrt() + 1e-8, value=-1e-4)
+        parameter.copy_(state["master"])
 
 
 class Misnamed(torch.optim.SGD):
@@ -132,16 +131,16 @@ class Unfilled(torch.optim.Adam):
 
 
 FRESH = {
-    "masters, counted by an integer": lambda p: MadeWhenBuilt(p),
-    "masters, counted by a tensor": lambda p: MadeWhenBuilt(p, torch.zeros(())),
-    "masters, counted by nothing": lambda p: MadeWhenBuilt(p, None),
-    "one value in all states": lambda p: MadeWhenBuilt(p, fill=0.1),
-    "masters that a clone shows, and one value": lambda p: MadeWhenBuilt(p, None, 0.1, again=True),
-    "a copy of the weights": lambda p: MadeWhenBuilt(p, slow=torch.clone),
-    "a mask": lambda p: MadeWhenBuilt(p, fill=0.1, mask=lambda weight: weight > 0),
-    "masters of weights that were loaded over": lambda p: MadeWhenBuilt(p, old=lambda weight: weight.float() - 1),
-    "Adagrad": lambda p: torch.optim.Adagrad(p),
-    "Adagrad, begun at 0.1": lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1),
+    "masters, counted by an integer": MadeWhenBuilt,
+    "masters, counted by a tensor": partial(MadeWhenBuilt, count=torch.zeros(())),
+    "masters, counted by nothing": partial(MadeWhenBuilt, count=None),
+    "one value in all states": partial(MadeWhenBuilt, fill=0.1),
+    "masters that a clone shows, and one value": partial(MadeWhenBuilt, count=None, fill=0.1, again=True),
+    "a copy of the weights": partial(MadeWhenBuilt, slow=torch.clone),
+    "a mask": partial(MadeWhenBuilt, fill=0.1, mask=lambda weight: weight > 0),
+    "masters of weights that were loaded over": partial(MadeWhenBuilt, old=lambda weight: weight.float() - 1),
+    "Adagrad": torch.optim.Adagrad,
+    "Adagrad, begun at 0.1": partial(torch.optim.Adagrad, initial_accumulator_value=0.1),
     "torch's Rprop": torch.optim.Rprop,
     "torch's ASGD": torch.optim.ASGD,
     "torch's NAdam": torch.optim.NAdam,
@@ -152,51 +151,57 @@ FRESH = {
 
 def trained(model, optimizer, count):
     for _ in range(count):
-        model(torch.randn(8, 64).to(model.weight.dtype)).float().square().mean().backward()
+        model(torch.randn(8, model.in_features).to(model.weight.dtype)).float().square().mean().backward()
         optimizer.step()
+
+
+def begun(make, count=0, dtype=torch.float32, width=64, **options):
+    """A layer and its optimizer after so many steps."""
+    torch.manual_seed(0)
+    model = nn.Linear(width, width, **options).to(dtype)
+    optimizer = make(model.parameters())
+    trained(model, optimizer, count)
+    return model, optimizer
+
+
+def looked_at(model, optimizer, count=1, **options):
+    """A watch that saw the next steps, and is removed."""
+    handle = watch(model, optimizer, every=1, budget=None, **options)
+    trained(model, optimizer, count)
+    handle.remove()
+    return handle
+
+
+def kinds_of(handle):
+    return [loss.kind for loss in handle.info.resume_losses]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("before", [0, 5])
 @pytest.mark.parametrize("make", FRESH.values(), ids=FRESH)
 def test_nothing_is_said_of_a_resume_where_nothing_was_loaded(make, before, dtype):
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64).to(dtype)
-    optimizer = make(model.parameters())
-    trained(model, optimizer, before)
-    handle = watch(model, optimizer, every=1, budget=None)
-    trained(model, optimizer, 2)
-    assert handle.info.resume_losses == []
+    assert kinds_of(looked_at(*begun(make, before, dtype), 2)) == []
 
 
 @pytest.mark.parametrize("count", [0, torch.zeros(())])
 def test_states_that_are_made_when_built_are_checked_once_they_are_loaded(count):
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64).to(BF16)
-    earlier = MadeWhenBuilt(model.parameters(), count)
-    trained(model, earlier, 20)
+    model, earlier = begun(partial(MadeWhenBuilt, count=count), 20, BF16)
     optimizer = MadeWhenBuilt(model.parameters(), count)
     for parameter, state in optimizer.state.items():
         for name in ("master", "m", "v"):
             state[name].copy_(earlier.state[parameter][name])
-    handle = watch(model, optimizer, every=1, budget=None)
-    trained(model, optimizer, 1)
-    (loss,) = handle.info.resume_losses
+    (loss,) = looked_at(model, optimizer).info.resume_losses
     assert loss.kind == "count"
     assert "though m and v came along" in loss.text
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["made when built", "ours"])
 def test_masters_of_other_weights_are_seen_where_the_step_writes_them(own):
-    torch.manual_seed(0)
-    model, loaded = (nn.Linear(64, 64).to(BF16) for _ in range(2))
-    make = CollageAdamW if own else MadeWhenBuilt
-    optimizer = make(model.parameters(), **({"lr": 1e-4, "strategy": "master-weights"} if own else {"again": True}))
-    if own:
-        trained(model, optimizer, 1)
+    ours = partial(CollageAdamW, lr=1e-4, strategy="master-weights")
+    model, optimizer = begun(ours if own else partial(MadeWhenBuilt, again=True), int(own), BF16)
+    loaded = nn.Linear(64, 64).to(BF16)
     model.load_state_dict(loaded.state_dict())
-    handle = watch(model, optimizer, every=1, budget=None)
-    trained(model, optimizer, 1)
+    handle = looked_at(model, optimizer)
     away = float((model.weight - loaded.weight).detach().norm() / loaded.weight.detach().norm())
     if own:
         assert away < 0.05, "ours takes weights that others write"
@@ -228,24 +233,18 @@ class CountsIn(torch.optim.SGD):
 @pytest.mark.parametrize("asks", [True, False])
 def test_a_step_that_moves_nothing_and_is_counted_is_told(asks):
     """Adam's first step is then 0.744 of its length, and was called the second without a word."""
-    model = nn.Linear(24, 24)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = begun(adamw, width=24)
     handle = watch(model, optimizer, every=1)
     if asks:
         get_optimizer_state_dict(model, optimizer)
-    model(torch.randn(8, 24)).square().mean().backward()
-    optimizer.step()
+    trained(model, optimizer, 1)
     assert ("a step that moved nothing was counted before this one" in handle.info.intent_reason) == asks
     assert not handle.info.resume_losses
 
 
 def test_a_counter_that_begins_at_1_has_counted_nothing():
     """The first step was called 2, after "a step that moved nothing was counted before this one"."""
-    model = nn.Linear(24, 24)
-    optimizer = pytorch_optimizer.Prodigy(model.parameters())
-    handle = watch(model, optimizer, every=1)
-    model(torch.randn(8, 24)).square().mean().backward()
-    optimizer.step()
+    handle = looked_at(*begun(pytorch_optimizer.Prodigy, width=24))
     assert handle.step == 1
     assert "moved nothing" not in handle.info.intent_reason
 
@@ -255,14 +254,9 @@ def test_a_counter_that_begins_at_1_has_counted_nothing():
     [(BF16, 256), (torch.float16, 2048), (torch.uint8, 255), (torch.int16, 32_767), (torch.int32, None)],
 )
 def test_a_counter_that_will_stop_is_known_in_the_first_step_of_a_training(dtype, most):
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64)
-    optimizer = CountsIn(model.parameters(), dtype)
-    handle = watch(model, optimizer, every=1, budget=None)
-    trained(model, optimizer, 1)
-    assert [loss.short for loss in handle.info.resume_losses] == (
-        [f"the step counter ends at {most:,}"] if most else []
-    )
+    handle = looked_at(*begun(partial(CountsIn, dtype=dtype)))
+    expected = [f"the step counter ends at {most:,}"] if most else []
+    assert [loss.short for loss in handle.info.resume_losses] == expected
     assert handle.judgement().health in (["steps are off"] if most else ["healthy", "unknown"])
 
 
@@ -296,13 +290,9 @@ def test_an_average_that_one_layer_lost_is_missed(name):
 
 def test_a_layer_whose_states_are_missing_beside_others_is_a_doubt():
     """Told was a note beside "healthy": it may have been set free, or not have come through."""
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    trained(model, optimizer, 20)
+    model, optimizer = begun(adamw, 20)
     del optimizer.state[model.bias]
-    handle = watch(model, optimizer, every=1, budget=None)
-    trained(model, optimizer, 1)
+    handle = looked_at(model, optimizer)
     found = handle.judgement()
     assert (found.health, found.short) == ("unknown", "bias began anew")
     assert "ias took a first step beside layers that had taken 20" in found.headline
@@ -320,9 +310,7 @@ class CallsAgain(torch.optim.AdamW):
 
 @pytest.mark.parametrize("kind", ["averages", "count"])
 def test_nor_does_a_closure_that_is_called_again_hide_what_was_lost(kind):
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64)
-    optimizer = CallsAgain(model.parameters(), lr=1e-3)
+    model, optimizer = begun(partial(CallsAgain, lr=1e-3))
 
     def closure():
         optimizer.zero_grad()
@@ -337,7 +325,7 @@ def test_nor_does_a_closure_that_is_called_again_hide_what_was_lost(kind):
     handle = watch(model, optimizer, every=1, budget=None)
     for _ in range(2):
         optimizer.step(closure)
-    assert [loss.kind for loss in handle.info.resume_losses] == [kind]
+    assert kinds_of(handle) == [kind]
 
 
 def of_states(change):
@@ -376,6 +364,9 @@ def counting(value, dtype=torch.float32):
     return apply
 
 
+completing_gone = of_states(lambda way, parameter, state: state[way.completes].zero_())
+
+
 def rebuilt(_, parameter, state):
     key = next(key for key in ("master_parameter", "main") if key in state)
     state[key].copy_(parameter.detach())
@@ -386,14 +377,13 @@ def found(way, **more):
 
 
 LOSSES = [
-    ("CollageAdamW, master-weights", of_states(rebuilt), "masters"),
-    ("Master", of_states(rebuilt), "masters"),
-    ("CollageAdamW, split-master", emptied("parameter_low"), "residuals"),
-    ("CollageAdamW, light", emptied("parameter_low"), "residuals"),
-    ("CollageAdamW, plus", emptied("parameter_low"), "residuals"),
-    ("Kahan", of_states(lambda way, parameter, state: state[way.completes].zero_()), "residuals"),
-    ("Appended", of_states(lambda way, parameter, state: state[way.completes].zero_()), "residuals"),
-    ("AdamW, Kahan", of_states(lambda way, parameter, state: state["kahan_comp"].zero_()), "residuals"),
+    *((name, of_states(rebuilt), "masters") for name in ("CollageAdamW, master-weights", "Master")),
+    *(
+        (f"CollageAdamW, {name}", emptied("parameter_low"), "residuals")
+        for name in ("split-master", "light", "plus")
+    ),
+    *((name, completing_gone, "residuals") for name in ("Kahan", "Appended")),
+    ("AdamW, Kahan", emptied("kahan_comp"), "residuals"),
     ("AdamW, fp32", counting(200, BF16), "counter"),
     *((name, counting(2.0**24), "counter") for name in ("AdamW, fp32", "AdamW")),
     *((name, counting(0), "count") for name in ("AdamW, fp32", "AdamW", "CollageAdamW, plain")),
@@ -412,9 +402,8 @@ def test_what_is_lost_is_known_at_the_first_step(name, lose, kind):
     saved = Saved(found(name), found(name).dtypes[0], 20)
     lose(saved)
     handle = saved.watched()
-    assert [loss.kind for loss in handle.info.resume_losses] == [kind]
     (loss,) = handle.info.resume_losses
-    assert loss.step == 21
+    assert (loss.kind, loss.step) == (kind, 21)
     judged = handle.judgement()
     word = "residuals are off" if kind in ("masters", "residuals") else "steps are off"
     assert (word, "resume_losses") in [(finding.health, finding.key) for finding in judged.findings]
@@ -425,119 +414,66 @@ def test_what_is_lost_is_known_at_the_first_step(name, lose, kind):
 
 @pytest.mark.parametrize(("width", "kinds"), [(4, []), (64, ["masters"])])
 def test_masters_of_a_few_weights_may_equal_them_by_chance(width, kinds):
-    torch.manual_seed(0)
-    model = nn.Linear(width, width, bias=False).bfloat16()
-    optimizer = CollageAdamW(model.parameters(), lr=1e-3, strategy="master-weights")
-    handle = None
-    for step in range(8):
-        if step == 5:
-            optimizer.state[model.weight]["master_parameter"].copy_(model.weight.detach())
-            handle = watch(model, optimizer, every=1, budget=None)
-        optimizer.zero_grad()
-        model(torch.randn(8, width).bfloat16()).square().mean().backward()
-        optimizer.step()
-    assert handle is not None
-    assert [loss.kind for loss in handle.info.resume_losses] == kinds
+    make = partial(CollageAdamW, lr=1e-3, strategy="master-weights")
+    model, optimizer = begun(make, 5, BF16, width, bias=False)
+    optimizer.state[model.weight]["master_parameter"].copy_(model.weight.detach())
+    assert kinds_of(looked_at(model, optimizer, 3)) == kinds
 
 
-@pytest.mark.parametrize(("since", "kinds"), [(1, []), (2, ["residuals"])])
-def test_residuals_that_have_been_kept_for_two_steps_are_missed(since, kinds):
-    saved = Saved(found("CollageAdamW, light"), BF16, 20)
-    emptied("parameter_low")(saved)
-    saved.optimizer.param_groups[0]["residuals_from"] = 20 - since
-    assert [loss.kind for loss in saved.watched().info.resume_losses] == kinds
+@pytest.mark.parametrize(("kept_for", "kinds"), [(1, []), (2, ["residuals"])])
+def test_residuals_that_have_been_kept_for_two_steps_are_missed(kept_for, kinds):
+    """Since a training of ours went over to them, or since a training began."""
+    ours, saved = Saved(found("CollageAdamW, light"), BF16, 20), Saved(found("Kahan"), BF16, kept_for)
+    emptied("parameter_low")(ours)
+    ours.optimizer.param_groups[0]["residuals_from"] = 20 - kept_for
+    completing_gone(saved)
+    assert [kinds_of(own.watched()) for own in (ours, saved)] == [kinds, kinds]
 
 
-@pytest.mark.parametrize(("taken", "kinds"), [(1, []), (2, ["residuals"])])
-def test_residuals_are_missed_from_the_second_step_of_a_training_on(taken, kinds):
-    saved = Saved(found("Kahan"), BF16, taken)
-    for state in saved.optimizer.state.values():
-        state[saved.way.completes].zero_()
-    assert [loss.kind for loss in saved.watched().info.resume_losses] == kinds
-
-
-def test_a_kind_of_loss_is_noted_once_as_it_was_first_found():
-    saved = Saved(found("AdamW, fp32"), torch.float32, 20)
-    emptied("exp_avg")(saved)
-    handle = saved.watched()
-    step_on_empty_averages(saved, 21, 22)
-    assert [(loss.kind, loss.step) for loss in handle.info.resume_losses] == [("averages", 21)]
-
-
-class LazyMasters(torch.optim.Optimizer):
+class LazyMasters(ByParameter):
     """Makes its master weights where it does not find them, and saves them nowhere."""
 
-    def __init__(self, params):
-        super().__init__(params, {"lr": 2e-6})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            average = state.setdefault("average", torch.zeros_like(parameter, dtype=torch.float32))
-            if "master" not in state:
-                state["master"] = parameter.detach().float().clone()
-            average.lerp_(parameter.grad.float(), 0.1)
-            state["master"].add_(average.sign(), alpha=-2e-6)
-            parameter.copy_(state["master"])
+    def step_one(self, parameter, group):
+        state = self.state[parameter]
+        average = state.setdefault("average", torch.zeros_like(parameter, dtype=torch.float32))
+        if "master" not in state:
+            state["master"] = parameter.detach().float().clone()
+        average.lerp_(parameter.grad.float(), 0.1)
+        state["master"].add_(average.sign(), alpha=-group["lr"])
+        parameter.copy_(state["master"])
 
 
 def test_masters_that_the_checkpoint_lacks_are_seen_where_they_are_made_anew():
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64).to(BF16)
-    optimizer = LazyMasters(model.parameters())
-
-    def step():
-        model(torch.randn(8, 64).to(BF16)).float().square().mean().backward()
-        optimizer.step()
-
-    fresh = watch(model, optimizer, every=1, budget=None, first_step=1)
-    for _ in range(5):
-        step()
-    fresh.remove()
-    assert fresh.info.resume_losses == []
-    whole = watch(model, optimizer, every=1, budget=None, first_step=6)
-    step()
-    whole.remove()
-    assert whole.info.resume_losses == []
+    model, optimizer = begun(partial(LazyMasters, lr=2e-6), dtype=BF16)
+    for count, first_step in ((5, 1), (1, 6)):
+        assert kinds_of(looked_at(model, optimizer, count, first_step=first_step)) == []
     for state in optimizer.state.values():
         del state["master"]
     handle = watch(model, optimizer, every=1, budget=None, first_step=7)
-    step()
+    trained(model, optimizer, 1)
     (loss,) = handle.info.resume_losses
     assert (loss.kind, loss.step) == ("masters", 7)
     assert "(master) was made anew" in loss.text
-    for _ in range(200):
-        step()
+    trained(model, optimizer, 200)
     assert handle.judgement().health == "healthy", "what was lost once does not make the steps after it bad"
 
 
-def test_what_is_loaded_in_the_middle_is_looked_at():
+def test_what_is_loaded_in_the_middle_is_looked_at_and_a_kind_of_loss_noted_once_as_it_was_first_found():
     saved = Saved(found("AdamW, fp32"), torch.float32, 20)
     handle = saved.watched(3)
     assert handle.info.resume_losses == []
-    step_on_empty_averages(saved, 23, 24)
-    assert [(loss.kind, loss.step) for loss in handle.info.resume_losses] == [("averages", 24)]
+    for step in (23, 24):
+        step_on_empty_averages(saved, step, step + 1)
+        assert [(loss.kind, loss.step) for loss in handle.info.resume_losses] == [("averages", 24)]
 
 
 def test_a_step_that_a_loss_scaler_skips_does_not_make_a_counter_stand_still():
     """A fused optimizer is called for it; the first steps of a resume often overflow, until the scale settles."""
-    torch.manual_seed(0)
-    model = nn.Linear(32, 32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-    def step():
-        model(torch.randn(8, 32)).square().mean().backward()
-        optimizer.step()
-
-    for _ in range(3):
-        step()
-    handle = watch(model, optimizer, every=1, budget=None)
+    model, optimizer = begun(partial(adamw, fused=True), 3)
     # As torch.amp.GradScaler does where gradients overflowed.
     vars(optimizer).update(grad_scale=torch.ones(()), found_inf=torch.ones(()))
-    step()
+    assert kinds_of(looked_at(model, optimizer)) == []
     assert float(optimizer.state[model.weight]["step"]) == 3.0
-    assert handle.info.resume_losses == []
 
 
 def test_of_what_came_through_whole_the_first_tensors_are_read(monkeypatch):

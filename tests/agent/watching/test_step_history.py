@@ -47,6 +47,23 @@ def steps(count, statistics=KEYS, layers=LAYERS, first=1, seed=0):
         yield Measurement(told, step, 0.0, totals)
 
 
+def past_of(measurements, history=None):
+    """What is kept of all of them."""
+    history = history or StepHistory()
+    for measurement in measurements:
+        history.add(measurement)
+    past = history.past()
+    assert past is not None
+    return past
+
+
+def of_squares(squares, first=1):
+    """A measured step each, of one layer, that says its number and how far it was to go."""
+    told = layout(("measured_steps", "intended_squared_sum"), 1)
+    for step, square in enumerate(squares, start=first):
+        yield Measurement(told, step, 0.0, torch.tensor([[1.0], [square]], dtype=torch.float64))
+
+
 def merged(measurements):
     """All steps by the contract: shards first, then steps; the model in the first column."""
     width = max(len(measurement.layout.layers) for measurement in measurements)
@@ -71,11 +88,8 @@ def test_every_merge_rule_of_the_catalogue_is_compared_with_the_contract():
 @pytest.mark.parametrize("room", [1, 4_000, 10**6], ids=["hardly any room", "little room", "room for all"])
 @pytest.mark.parametrize("count", [1, 7, 50])
 def test_merged_steps_are_those_of_the_contract(room, count):
-    history, measurements = StepHistory(room), list(steps(count))
-    for measurement in measurements:
-        history.add(measurement)
-    past = history.past()
-    assert past is not None
+    measurements = list(steps(count))
+    past = past_of(measurements, StepHistory(room))
     assert (past.first_steps[0], past.last_steps[-1]) == (1, count)
     whole = reduce_steps(past.totals, axis=0)
     expected = merged(measurements)
@@ -87,46 +101,29 @@ def test_merged_steps_are_those_of_the_contract(room, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("room", [1, 40_000, 200_000])
 def test_no_measured_step_is_lost_when_tables_grow_and_room_for_points_shrinks(room):
-    history, told = StepHistory(room), []
+    history = StepHistory(room)
     for measurement in (*steps(300, KEYS[:6], 2), *steps(40, KEYS, 300, first=301, seed=1)):
         history.add(measurement)
-        told.append(measurement.step)
         if measurement.step % 20 == 0:
-            past = history.past()
-            assert past is not None
-            assert past.totals["measured_steps"][:, MODEL].sum() == len(told)
-            assert past.last_steps[-1] == measurement.step
+            past = past_of([], history)
+            assert past.totals["measured_steps"][:, MODEL].sum() == past.last_steps[-1] == measurement.step
             assert all(a < b for a, b in zip(past.last_steps, past.first_steps[1:], strict=False))
 
 
 def test_statistics_and_layers_may_come_later():
-    early, late = list(steps(20, KEYS[:6], 2)), list(steps(20, KEYS, LAYERS, first=21, seed=1))
-    history = StepHistory(1)
-    for measurement in (*early, *late):
-        history.add(measurement)
-    past = history.past()
-    assert past is not None
-    expected = merged([*early, *late])
-    for key, values in reduce_steps(past.totals, axis=0).items():
+    measurements = [*steps(20, KEYS[:6], 2), *steps(20, KEYS, LAYERS, first=21, seed=1)]
+    expected = merged(measurements)
+    for key, values in reduce_steps(past_of(measurements, StepHistory(1)).totals, axis=0).items():
         np.testing.assert_allclose(values, expected[key], rtol=1e-12, err_msg=key)
 
 
 def test_steps_before_and_after_a_change_are_never_merged():
     """However often neighbours are merged to make room."""
     history = StepHistory(1)
-    told = layout(("measured_steps", "intended_squared_sum"), 1)
-
-    def measure(steps, square):
-        for step in steps:
-            totals = torch.tensor([[1.0], [square]], dtype=torch.float64)
-            history.add(Measurement(told, step, 0.0, totals))
-
-    measure(range(1, 152), 1.0)
+    past_of(of_squares([1.0] * 151), history)
     history.begin_anew()
     for last in range(152, 400):
-        measure([last], 100.0)
-        past = history.past()
-        assert past is not None
+        past = past_of(of_squares([100.0], last), history)
         assert 152 in past.first_steps
         found = past.recent(152)
         assert found.last_steps[-1] == last
@@ -142,8 +139,7 @@ def test_memory_is_bounded():
         history.add(measurement)
         sizes.append(history.bytes)
     assert max(sizes) < 3 * 30_000
-    past = history.past()
-    assert past is not None
+    past = past_of([], history)
     assert 8 <= len(past.first_steps) <= 130
     assert list(past.first_steps) == sorted(past.first_steps)
 
@@ -152,14 +148,7 @@ def test_the_recent_past_has_enough_steps_and_enough_of_the_descent():
     """At the end of a schedule to 0 the last steps are next to nothing, and do not speak for the run."""
 
     def recent(squares):
-        history = StepHistory()
-        for step, square in enumerate(squares, start=1):
-            totals = torch.tensor([[1.0], [square]], dtype=torch.float64)
-            told = layout(("measured_steps", "intended_squared_sum"), 1)
-            history.add(Measurement(told, step, 0.0, totals))
-        past = history.past()
-        assert past is not None
-        found = past.recent(0)
+        found = past_of(of_squares(squares)).recent(0)
         steps_merged = found.totals["measured_steps"][:, MODEL].sum()
         assert steps_merged == found.last_steps[-1] - found.first_steps[0] + 1
         return found.first_steps[0], found.last_steps[-1]
@@ -173,14 +162,12 @@ def test_the_recent_past_has_enough_steps_and_enough_of_the_descent():
 
 
 def test_what_ended_keeps_its_last_value_and_what_never_was_stays_missing():
-    history = StepHistory(1)
-    for measurement in steps(50):
-        lasting = [row for row, key in enumerate(KEYS) if statistic(key).over_steps == "last"]
+    lasting = [row for row, key in enumerate(KEYS) if statistic(key).over_steps == "last"]
+    measurements = list(steps(50))
+    for measurement in measurements:
         measurement.totals[lasting] = 7.0 if measurement.step == 1 else torch.nan
         measurement.totals[[row for row, key in enumerate(KEYS) if "variance" in key], 0] = torch.nan
-        history.add(measurement)
-    past = history.past()
-    assert past is not None
+    past = past_of(measurements, StepHistory(1))
     assert len(past.first_steps) < 50
     whole = reduce_steps(past.totals, axis=0)
     for row in lasting:

@@ -1,7 +1,5 @@
 """Any tensor: what was intended of it and what arrived, by an fp64 reference and by what people do with tensors."""
 
-from __future__ import annotations
-
 import collage_agent as collage
 import pytest
 import torch
@@ -22,13 +20,10 @@ def test_a_buffer_that_is_moved_by_less_than_it_can_hold_is_told():
         handle.after(intended)
     found = handle.summary()
     assert (found["updates"], found["edq_ratio"], found["lost_ratio"], found["moved_ratio"]) == (100, 0.0, 1.0, 0.0)
-    assert str(handle).splitlines() == [
-        "expert_bias (bfloat16, 8 elements), 100 updates: updates are lost",
-        "  expert_bias loses its updates: its EDQ is 0.000, 100 % of them are rounded away, 0 % of its elements "
-        "ever moved",
-        "  EDQ 0.0000; 0.0000 of an fp64 twin's way",
-        "  keep expert_bias in float32, or round it stochastically",
-    ]
+    head, _, numbers, advice = str(handle).splitlines()
+    assert head == "expert_bias (bfloat16, 8 elements), 100 updates: updates are lost"
+    assert numbers == "  EDQ 0.0000; 0.0000 of an fp64 twin's way"
+    assert "keep expert_bias in float32" in advice
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
@@ -115,17 +110,15 @@ def test_a_call_that_cannot_be_used_never_raises_into_training(caplog):
     assert "no update was measured yet" in str(handle)
     assert handle.scalars() == {}
     raise_in_tests(False)
-    try:
-        handle.after(1.0)
-        assert "after() without before()" in caplog.text
-        handle.before()
-        handle.after(torch.zeros(3))
-        assert "intended has shape (3,), the tensor (4,)" in caplog.text
-        handle.before()
-        handle.after([1.0])  # type: ignore[arg-type]
-        assert "note: measuring fails, last measuring bias: TypeError" in str(handle)
-    finally:
-        raise_in_tests(True)
+    handle.after(1.0)
+    assert "after() without before()" in caplog.text
+    handle.before()
+    handle.after(torch.zeros(3))
+    assert "intended has shape (3,), the tensor (4,)" in caplog.text
+    handle.before()
+    handle.after([1.0])  # type: ignore[arg-type]
+    assert "note: measuring fails, last measuring bias: TypeError" in str(handle)
+    raise_in_tests(True)
     handle.before()
     handle.remove()
     handle.after(1.0)

@@ -1,7 +1,5 @@
 """Whether a training can learn at all, of how much of it the words speak, and why it stands still."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import collage_agent as collage
@@ -12,13 +10,17 @@ from collage_agent.integrations import attach
 from torch import nn
 
 from collage_monitor.diagnosis import remedies
+from tests.agent.training import watched
 from tests.diagnosis.test_judgement import GOOD, STATE, judged
 
 
-def step(model, optimizer, factor=1.0):
-    (model(torch.randn(8, 24).to(next(model.parameters()).dtype)).float().square().mean() * factor).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def step(model, *optimizers, factor=1.0):
+    """The inputs have a gradient, so that there is one where no weight has."""
+    inputs = torch.randn(8, 24).to(next(model.parameters()).dtype).requires_grad_()
+    (model(inputs).float().square().mean() * factor).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad()
 
 
 def built(dtype=torch.float32):
@@ -29,9 +31,7 @@ def built(dtype=torch.float32):
 @pytest.mark.parametrize(("count", "health"), [(5, "unknown"), (200, "not finite")])
 def test_steps_that_a_loss_scaler_skips_are_counted_in_words(count, health):
     """Told was "nothing measured yet" after 200 steps, of which none was taken."""
-    model = built()
-    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
-    handle = watch(model, optimizer, every=1)
+    (model, optimizer, handle), scaler = watched(model=built()), torch.amp.GradScaler("cpu")
     for _ in range(count):
         scaler.scale(model(torch.randn(8, 24)).square().mean() * float("inf")).backward()
         scaler.step(optimizer)
@@ -50,26 +50,12 @@ def test_steps_that_a_loss_scaler_skips_are_counted_in_words(count, health):
     assert "skipped all" not in str(handle)
 
 
-@pytest.mark.parametrize(
-    ("rate", "factor", "words"),
-    [(0.0, 1.0, "the learning rate was 0 in every measured step"), (1e-2, 0.0, "every gradient was 0 in the")],
-)
-def test_a_rate_of_0_and_gradients_of_0_are_told_apart(rate, factor, words):
-    model = built()
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    handle = watch(model, optimizer, every=1)
-    step(model, optimizer, factor)
-    assert handle.judgement().text[1:].startswith(words[1:])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_0_are_told_where_decay_still_moves_the_weights(dtype):
     """Told was "healthy" in fp32, whose decay arrives, and "losing updates" in bf16, which rounds it away."""
-    model = built(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1)
+    model, optimizer, handle = watched(model=built(dtype))
     for _ in range(12):
-        step(model, optimizer, 0.0)
+        step(model, optimizer, factor=0.0)
     found = handle.judgement()
     assert found.health == "unknown"
     assert found.headline.startswith("Every gradient was 0 in the measured steps, and the weights move by decay")
@@ -131,10 +117,7 @@ def test_another_optimizer_is_part_of_what_the_words_speak_of(watched):
         watch(model, other)
     handle = watch(model, own, every=1)
     for _ in range(3):
-        model(torch.randn(8, 24).bfloat16()).float().square().mean().backward()
-        own.step()
-        other.step()
-        model.zero_grad()
+        step(model, own, other)
     found = handle.judgement()
     assert (found.health, found.measured) == (("losing updates", 1.0) if watched else ("losing updates", 0.5))
     assert (handle.info.coverage is None) == watched
@@ -175,40 +158,38 @@ def test_optimizers_of_one_parameter_each_are_one_watch():
     assert [id(own) for own in found] == [id(own) for own in optimizers]
     assert attach._one_each(model, alone) == [alone]
     handle = watch(model, found, every=1)
-    model(torch.randn(8, 24).bfloat16()).float().square().mean().backward()
-    for optimizer in reversed(optimizers):
-        optimizer.step()
+    step(model, *reversed(optimizers))
     assert handle.step == 1
     assert len(handle.judgement().advice) == 1
     assert str(handle).count("from_optimizer") == 1
 
 
-def replaced(model, optimizer):
+def replaced(model, group):
     model[0] = nn.Linear(24, 24, bias=False)
 
 
-def of_another(model, optimizer):
-    optimizer.param_groups[0]["params"] = [*built().parameters()]
+def of_another(model, group):
+    group["params"] = [*built().parameters()]
 
 
-def frozen(model, optimizer):
+def frozen(model, group):
     model.requires_grad_(False)
 
 
-def cut_to_0(model, optimizer):
+def cut_to_0(model, group):
     model[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0,))
     model[1].requires_grad_(False)
 
 
-def rate_0(model, optimizer):
-    optimizer.param_groups[0]["lr"] = 0.0
+def rate_0(model, group):
+    group["lr"] = 0.0
 
 
-def trained(model, optimizer):
-    loss = model(torch.randn(8, 24, requires_grad=True)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def at_fault(fault):
+    model = built()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fault(model, optimizer.param_groups[0])
+    return model, optimizer, watch(model, optimizer, every=1)
 
 
 @pytest.mark.parametrize("door", ["torch", "transformers", "lightning", "accelerate"])
@@ -224,12 +205,10 @@ def trained(model, optimizer):
 )
 def test_each_cause_comes_with_the_line_of_its_framework(fault, cause, door):
     """Told was the cause, and nothing of what to write."""
-    model = built()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fault(model, optimizer)
-    handle = watch(model, optimizer, every=1).came_through(door)
+    model, optimizer, handle = at_fault(fault)
+    handle.came_through(door)
     for _ in range(3):
-        trained(model, optimizer)
+        step(model, optimizer)
     what, lines = remedies.REMEDIES[cause]
     assert handle.judgement().health == "unknown"
     assert [own.text for own in handle.judgement().advice] == [f"{what}: {lines[door]}"]
@@ -238,17 +217,14 @@ def test_each_cause_comes_with_the_line_of_its_framework(fault, cause, door):
 
 @pytest.mark.parametrize("fault", [replaced, of_another, frozen])
 def test_the_line_for_a_plain_loop_lets_the_training_learn(fault):
-    model = built()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fault(model, optimizer)
-    handle = watch(model, optimizer, every=1)
-    trained(model, optimizer)
+    model, optimizer, handle = at_fault(fault)
+    step(model, optimizer)
     names: dict[str, Any] = {"model": model, "optimizer": optimizer, "torch": torch}
     exec(handle.judgement().advice[0].text.partition(": ")[2], names)
     optimizer = names["optimizer"]
     handle = watch(model, optimizer, every=1)
     for _ in range(40):
-        trained(model, optimizer)
+        step(model, optimizer)
     assert handle.judgement().health == "healthy"
 
 
