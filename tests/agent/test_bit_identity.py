@@ -11,6 +11,7 @@ from collage_agent.handle import watch
 from collage_optim import STRATEGIES, CollageAdamW
 
 from tests.agent.training import adamw, gpt_loss, small_gpt, train
+from tests.optim.models import assert_same_bits
 
 pytestmark = pytest.mark.slow
 
@@ -25,45 +26,23 @@ OPTIMIZERS = {
     **{f"CollageAdamW {strategy}": partial(CollageAdamW, lr=1e-3, strategy=strategy) for strategy in STRATEGIES},
 }
 
-
-COMPILED = ("CollageAdamW compiled",)
+AT_NIGHT = "CollageAdamW compiled"
 """Its bits are the eager step's, by day, too (tests/optim/test_compiled.py)."""
-AT_NIGHT = pytest.mark.nightly
 
 
-def run(make, watched: bool, scheduled: bool = False, **options):
+def run(make, **options):
+    """The optimizer after a scheduled training, and all that the agent might have changed beside it."""
     random.seed(1)
     np.random.seed(1)
     model = small_gpt(layers=1)
     optimizer = make(model.parameters())
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS) if scheduled else None
-    handle = watch(model, optimizer, budget=None, **options) if watched else None
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    handle = watch(model, optimizer, budget=None, **options) if options else None
     losses = train(model, optimizer, STEPS, gpt_loss, scheduler=scheduler)
     if handle is not None:
         assert handle.summary()["model"]["edq_ratio"] is not None
-    weights = [p.detach().clone() for p in model.parameters()]
-    states = [dict(optimizer.state[p]) for p in model.parameters()]
     numpy_state: Any = np.random.get_state()
-    return losses, weights, states, (torch.get_rng_state(), random.getstate(), numpy_state[1].tolist())
-
-
-def assert_same(one, other):
-    assert one[0] == other[0]
-    for mine, theirs in zip(one[1], other[1], strict=True):
-        assert torch.equal(bits(mine), bits(theirs))
-    for mine, theirs in zip(one[2], other[2], strict=True):
-        assert mine.keys() == theirs.keys()
-        for key, value in mine.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(bits(value), bits(theirs[key])), key
-            else:
-                assert value == theirs[key]
-    assert torch.equal(one[3][0], other[3][0])
-    assert one[3][1:] == other[3][1:]
-
-
-def bits(tensor):
-    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor
+    return optimizer, (losses, torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist())
 
 
 def parts(name):
@@ -75,12 +54,13 @@ def parts(name):
 
 
 @pytest.mark.drawn(by=parts)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=AT_NIGHT) if n in COMPILED else n for n in OPTIMIZERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == AT_NIGHT)) for name in OPTIMIZERS]
+)
 def test_steps_are_bit_identical_with_and_without_the_agent(name):
-    make = OPTIMIZERS[name]
-    assert_same(run(make, watched=False), run(make, watched=True, every=1, sample=512, oracle=True, windows=(3,)))
-
-
-def test_a_schedule_is_left_alone_too():
-    make = OPTIMIZERS["AdamW foreach"]
-    assert_same(run(make, False, scheduled=True), run(make, True, scheduled=True, every=3, sample=512, oracle=True))
+    (plain, beside), (own, others) = (
+        run(OPTIMIZERS[name], **options)
+        for options in ({}, {"every": 1, "sample": 512, "oracle": True, "windows": (3,)})
+    )
+    assert_same_bits(plain, own)
+    assert beside == others

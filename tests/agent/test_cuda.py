@@ -20,10 +20,10 @@ from collage_optim import STRATEGIES, CollageAdamW
 
 from tests.agent.step.test_measurer import totals_of
 from tests.agent.training import adamw, mlp, train
-from tests.agent.watching.test_average_watch import check, lerp
+from tests.agent.watching.test_average_watch import announced, assert_told, in_fp64
 from tests.optim.models import give_gradients, parameters, tensors_of
 from tests.optim.with_triton import assert_same_sums
-from tests.reference.averages import ReferenceAverage, metrics_of
+from tests.reference.averages import ReferenceAverage
 from tests.waiting import until
 
 pytestmark = pytest.mark.gpu
@@ -250,37 +250,30 @@ def test_a_step_in_a_cuda_graph_is_left_alone_and_said_not_to_be_seen(caplog):
 
 
 def averaged(average_dtype, steps=12):
-    """A training whose average is watched; the watch, what an fp64 average says of each layer, where it waited."""
+    """A training whose average is watched; the watch, what the references say at last, where it waited."""
     model = mlp().cuda()
     average = copy.deepcopy(model).to(average_dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     handle = collage.watch_average(average, model, 0.99, every=1, sample="all")
     references = {name: ReferenceAverage(own) for name, own in average.named_parameters()}
-    waits: list[warnings.WarningMessage] = []
+    waits: list[list[warnings.WarningMessage]] = []
+
+    def updates():
+        with waiting_is_listened_to() as waited:
+            announced([handle], average, model, 0.99)
+        waits.append(waited)
+
     for step in range(steps):
         train(model, optimizer, 1, device_loss, start=step)
-        before = {name: own.detach().clone() for name, own in average.named_parameters()}
-        with waiting_is_listened_to() as waited:
-            handle.before()
-            lerp(average, model, 0.99)
-            handle.after()
-        # The first update prepares what the others use.
-        waits += waited if step else []
-        weights, after = dict(model.named_parameters()), dict(average.named_parameters())
-        found = {
-            name: reference.update(before[name], after[name], weights[name], 0.99)
-            for name, reference in references.items()
-        }
-    return handle, found, waits
+        found = in_fp64(references, average, model, 0.99, updates)
+    # The first update prepares what the others use.
+    return handle, found, [wait for waited in waits[1:] for wait in waited]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_average_s_numbers_are_those_of_an_fp64_average_and_nothing_waits(dtype):
     handle, found, waits = averaged(dtype)
-    summary = handle.summary()
-    for name, layer in found.items():
-        check(summary["layers"][name], metrics_of([layer]))
-    check(summary["model"], metrics_of([*found.values()]))
+    assert_told(handle, found)
     assert [str(wait.message) for wait in waits if "synchronizing" in str(wait.message)] == []
 
 

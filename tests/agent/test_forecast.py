@@ -140,8 +140,7 @@ def test_a_handle_foretells_in_words_along_a_text_or_a_function_but_not_for_floa
 
 
 def test_what_a_forecast_needs_is_kept_in_bounded_memory():
-    model, optimizer, handle = watched()
-    train(model, optimizer, 200)
+    _, _, handle = watched(steps=200)
     history = handle._assembly.history
     record = history.grids("plain")
     assert 30 <= len(record.steps) < 64

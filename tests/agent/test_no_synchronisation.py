@@ -36,8 +36,7 @@ class Listening(TorchDispatchMode):
 def test_a_measured_step_reads_nothing_but_step_counters(make, on_host, monkeypatch):
     monkeypatch.setattr(optimizer_oracles, "on_host", lambda values: on_host)
     monkeypatch.setattr(observed_step, "on_host", lambda values: on_host)
-    model, optimizer, handle = watched(partial(make, lr=1e-3), sample=256, oracle=True, windows=(2,))
-    train(model, optimizer, 3)
+    model, optimizer, handle = watched(partial(make, lr=1e-3), sample=256, oracle=True, windows=(2,), steps=3)
     listening = Listening()
     for name in ("_gather_before", "_measure"):
         original = getattr(OptimizerHooks, name)

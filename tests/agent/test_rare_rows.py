@@ -10,7 +10,7 @@ from collage_agent.step.touched_rows import TouchedRows
 from torch import nn
 
 from tests.agent.step.test_measurer import totals_of
-from tests.agent.training import adamw, watched
+from tests.agent.training import adamw, mean_square, train, watched
 
 ROWS, WIDTH = 2_000, 50
 OPTIMIZERS = {
@@ -177,9 +177,7 @@ def test_a_state_without_a_sign_is_not_looked_at_whole(monkeypatch):
     monkeypatch.setattr(BlockLayout, "whole_squares", noted)
     model, optimizer, _ = watched(model=nn.Linear(100, 100).to(torch.bfloat16), sample=1024)
     for _ in range(12):
-        optimizer.zero_grad()
-        model(torch.randn(8, 100, dtype=torch.bfloat16)).square().sum().backward()
-        optimizer.step()
+        train(model, optimizer, 1, lambda own, step: mean_square(own, torch.randn(8, 100)))
         if len(looked_at) == 2:
             gradient, momentum = looked_at
             assert gradient[0] is model.weight.grad

@@ -144,8 +144,7 @@ def test_fused_loss_scaling_is_undone_and_a_skipped_step_is_not_reported():
 
 @pytest.mark.slow
 def test_removing_ends_it_and_frees_the_model():
-    model, optimizer, handle = watched()
-    train(model, optimizer, 2)
+    model, optimizer, handle = watched(steps=2)
     handle.remove()
     handle.remove()
     train(model, optimizer, 2)
@@ -187,8 +186,7 @@ def test_a_statistic_of_another_package_that_fails_is_switched_off_alone(measure
     error_guard.raise_in_tests(False)
     monkeypatch.setitem(stats.MEASURES, "added", stats.measures_of({}, {"residuals": measure})["residuals"])
     recorder = Recorder()
-    model, optimizer, handle = watched(reporter=recorder)
-    train(model, optimizer, 6)
+    _, _, handle = watched(reporter=recorder, steps=6)
     assert recorder.steps == [1, 2, 3, 4, 5, 6]
     assert handle.summary()["model"]["edq_ratio"] is not None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -236,10 +234,9 @@ def test_wrappers_do_not_show_in_names_but_where_two_parts_would_be_confused():
 
 
 def test_float64_parameters_are_left_out_and_that_is_said():
-    model = mlp(dtype=torch.float32)
-    model[4].double()
-    optimizer = adamw(model.parameters())
-    handle = watch(model, optimizer, every=1)
+    mixed = mlp(dtype=torch.float32)
+    mixed[4].double()
+    model, optimizer, handle = watched(model=mixed)
     assert "4.weight (float64 is not measurable)" in handle.info.intent_reason
     with pytest.raises(ValueError, match="float64 is not measurable"):
         watch(model, optimizer, layers="^4")
@@ -263,16 +260,14 @@ def test_float64_parameters_are_left_out_and_that_is_said():
     ],
 )
 def test_options_that_cannot_be_used_are_refused_by_value(options, error, message):
-    model = mlp()
     with pytest.raises(error, match=message):
-        watch(model, adamw(model.parameters()), **options)
+        watched(**options)
 
 
 @pytest.mark.slow
 def test_the_governor_s_choice_is_reported():
     recorder = Recorder()
-    model, optimizer, _ = watched(budget=1e-6, reporter=recorder)
-    train(model, optimizer, 40)
+    watched(budget=1e-6, reporter=recorder, steps=40)
     assert recorder.steps[:8] == [1, 2, 3, 4, 5, 6, 8, 10]
     assert recorder.measurements[-1].scalars["agent_interval"] > 2
     assert "agent_interval" not in recorder.measurements[0].scalars

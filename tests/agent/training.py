@@ -70,17 +70,24 @@ def adamw(parameters, lr=1e-3, **options):
     return torch.optim.AdamW(parameters, lr=lr, **options)
 
 
-def watched(make=adamw, model=None, **options):
-    """A model, the MLP in bf16 where none is given, its optimizer, and a watch that measures every step of it."""
+def watched(make=adamw, model=None, steps=0, loss_of=mlp_loss, **options):
+    """A model, the MLP in bf16 where none is given, its optimizer, and a watch that measures each of the steps."""
     model = mlp() if model is None else model
     optimizer = make(model.parameters())
-    return model, optimizer, watch(model, optimizer, **{"every": 1, "budget": None, **options})
+    handle = watch(model, optimizer, **{"every": 1, "budget": None, **options})
+    train(model, optimizer, steps, loss_of)
+    return model, optimizer, handle
 
 
 def backward(model, step, loss_of=mlp_loss, scale=1.0):
     """The gradients of a step, in the place of the last one's."""
     model.zero_grad()
     (loss_of(model, step) * scale).backward()
+
+
+def mean_square(model, inputs):
+    """A loss of whatever comes out, of inputs in the model's dtype."""
+    return model(inputs.to(next(model.parameters()).dtype)).float().square().mean()
 
 
 def train(model, optimizer, steps: int, loss_of=mlp_loss, start: int = 0, scheduler=None) -> list[float]:

@@ -110,3 +110,22 @@ class Stochastic(Momentum):
             return
         noise = torch.randint_like(target, 2**16, dtype=torch.int32)
         parameter.copy_(((target.view(torch.int32) + noise) & -(2**16)).view(torch.float32))
+
+
+class OwnAdamW(ByParameter):
+    """AdamW by another hand, under another name."""
+
+    def __init__(self, params, lr, weight_decay=0.1, eps=1e-8):
+        super().__init__(params, lr, betas=(0.9, 0.95), eps=eps, weight_decay=weight_decay)
+
+    def step_one(self, parameter, group):
+        (one, two), rate = group["betas"], group["lr"]
+        state, gradient = self.state[parameter], parameter.grad
+        if not state:
+            state.update(step=0, m=torch.zeros_like(parameter), v=torch.zeros_like(parameter))
+        state["step"] += 1
+        state["m"].mul_(one).add_(gradient, alpha=1 - one)
+        state["v"].mul_(two).addcmul_(gradient, gradient, value=1 - two)
+        root = (state["v"] / (1 - two ** state["step"])).sqrt().add_(group["eps"])
+        parameter.mul_(1 - rate * group["weight_decay"])
+        parameter.addcdiv_(state["m"], root, value=-rate / (1 - one ** state["step"]))

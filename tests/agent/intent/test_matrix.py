@@ -62,15 +62,11 @@ def reference(entry, optimizer):
     return reruns.get(entry.library, rerun)(optimizer)
 
 
-def test_there_are_enough_configurations_and_each_is_named_once():
-    assert len(CONFIGURATIONS) >= 50
-    assert len({entry.title for entry in CONFIGURATIONS}) == len(CONFIGURATIONS)
-
-
 def test_the_docs_list_the_configurations():
     listed = (ROOT / "docs" / "optimizers.md").read_text(encoding="utf-8")
     assert "\n".join(table()) in listed
     assert f"{len(CONFIGURATIONS)} configurations, {len(CASES)} with their dtypes" in listed
+    assert len({entry.title for entry in CONFIGURATIONS}) == len(CONFIGURATIONS) >= 50
 
 
 @pytest.mark.parametrize(("entry", "dtype"), CASES, ids=IDS)

@@ -1,8 +1,9 @@
-"""Residuals, master weights and stochastic rounding are found by what they do, whatever they are called; the
-fingerprint says how weights and states are really kept, and what does not agree with the declared label."""
+"""Residuals, master weights and stochastic rounding are found by what they do, whatever they are called, and read
+as they are stored; the fingerprint says how all is really kept, and what does not agree with the declared label."""
 
 import copy
 import operator
+from dataclasses import replace
 from functools import partial
 
 import bitsandbytes
@@ -16,15 +17,20 @@ from collage_agent.handle import watch
 from collage_agent.intent.observed_storage import observe_storage
 from collage_agent.intent.selftest import run_selftest
 from collage_agent.intent.weight_bits import UnsignedBits
-from collage_agent.sample.stored_parts import PLAIN, Composition
+from collage_agent.sample.remainder_codes import SIGNED_BITS, codes_of
+from collage_agent.sample.stored_parts import OURS, PLAIN, Composition, decaying
+from collage_optim import CollageAdamW
+from collage_optim.numerics.formats import round_to
 from torch import nn
 
 from collage_monitor import wire
 from tests.agent.intent import optimizers
-from tests.agent.training import adamw, gpt_loss, mlp, small_gpt, train, watched
+from tests.agent.training import adamw, gpt_loss, mean_square, mlp, small_gpt, train, watched
+
+BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def seen(make, dtype=torch.bfloat16):
+def seen(make, dtype=BF16):
     parameters = [nn.Parameter(torch.randn(8, 4).to(dtype)), nn.Parameter(torch.randn(4).to(dtype))]
     optimizer = make(parameters)
     group = optimizer.param_groups[0]
@@ -32,42 +38,31 @@ def seen(make, dtype=torch.bfloat16):
 
 
 ADDED = Composition(residual="kahan_comp")
-RESIDUALS = {
+STORED = {
     "subtracted": (optimizers.Subtracting, Composition(residual="b", sign=-1)),
     "added": (optimizers.Adding, Composition(residual="b")),
     "optimi AdamW": (partial(optimi.AdamW, lr=1e-3, weight_decay=0.1), ADDED),
     "optimi AdamW foreach": (partial(optimi.AdamW, lr=1e-3, foreach=True), ADDED),
     "optimi Ranger, which looks ahead": (partial(optimi.Ranger, lr=1e-3), ADDED),
     "pytorch_optimizer StableAdamW": (partial(pytorch_optimizer.StableAdamW, lr=1e-3), ADDED),
+    "momentum": (optimizers.Momentum, PLAIN),
+    "AdamW": (partial(torch.optim.AdamW, weight_decay=0.1), PLAIN),
+    "AdamW rate 0": (partial(torch.optim.AdamW, lr=0.0), PLAIN),
+    "optimi AdamW without": (partial(optimi.AdamW, lr=1e-3, kahan_sum=False), PLAIN),
+    "Adafactor": (torch.optim.Adafactor, PLAIN),
+    "Lamb": (pytorch_optimizer.Lamb, PLAIN),
 }
-"""Others of these libraries: test_matrix.py."""
-NONE = {
-    "momentum": optimizers.Momentum,
-    "AdamW": partial(torch.optim.AdamW, weight_decay=0.1),
-    "AdamW rate 0": partial(torch.optim.AdamW, lr=0.0),
-    "optimi AdamW without": partial(optimi.AdamW, lr=1e-3, kahan_sum=False),
-    "Adafactor": torch.optim.Adafactor,
-    "Lamb": pytorch_optimizer.Lamb,
-}
+"""Others of these libraries, and fp32 weights: test_matrix.py."""
 
 
 @pytest.mark.filterwarnings("ignore:Parameter .foreach. is deprecated:DeprecationWarning")
 @pytest.mark.drawn
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", RESIDUALS)
-def test_a_residual_is_found_with_its_sign(name, dtype):
-    make, expected = RESIDUALS[name]
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", STORED)
+def test_a_residual_is_found_with_its_sign_and_a_moving_average_is_none(name, dtype):
+    make, expected = STORED[name]
     found = seen(make, dtype)
-    assert (found.composition, found.failure) == (expected, None)
-    assert found.stochastic is False
-
-
-@pytest.mark.drawn
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", NONE)
-def test_moving_averages_are_no_residuals(name, dtype):
-    found = seen(NONE[name], dtype)
-    assert (found.composition, found.stochastic, found.failure) == (PLAIN, False, None)
+    assert (found.composition, found.stochastic, found.failure) == (expected, False, None)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +83,9 @@ def test_masters_and_stochastic_rounding_are_found_and_what_cannot_be_stepped_is
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Subtracting", "Adding", "Master"])
 def test_stored_and_visible_are_told_apart(name):
-    model, optimizer, handle = watched(getattr(optimizers, name), small_gpt(), sample="all", oracle=True)
-    train(model, optimizer, 5, gpt_loss)
+    _, _, handle = watched(
+        getattr(optimizers, name), small_gpt(), sample="all", oracle=True, steps=5, loss_of=gpt_loss
+    )
     values = handle.summary()["model"]
     assert values["edq_ratio"] == pytest.approx(1.0, abs=0.01)
     assert values["edq_oracle_ratio"] == pytest.approx(1.0, abs=0.02)
@@ -149,9 +145,7 @@ def test_an_operator_in_place_changes_the_bits_that_others_view(operator_of):
 
 
 def stepped(make=adamw, steps=1, **options):
-    model, optimizer, handle = watched(make, **options)
-    train(model, optimizer, steps)
-    return handle
+    return watched(make, steps=steps, **options)[2]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +203,7 @@ def test_quantised_states_are_named_and_read_as_numbers():
     layers = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).bfloat16()
     model, optimizer, handle = watched(partial(torchao.optim.AdamW8bit, lr=1e-3), layers)
     with torch.compiler.set_stance("force_eager"):
-        train(model, optimizer, 3, lambda own, step: own(torch.randn(8, 64).bfloat16()).square().mean())
+        train(model, optimizer, 3, lambda own, step: mean_square(own, torch.randn(8, 64)))
     seen = handle.info.fingerprint
     assert seen.states["exp_avg"] == "OptimState8bit, quantised and bfloat16"
     assert any("exp_avg is kept in several ways" in found for found in seen.findings)
@@ -227,3 +221,71 @@ def test_an_older_message_without_a_fingerprint_is_understood_and_the_other_way_
     assert older.unexplained is None
     del sent["fingerprint"]
     assert msgspec.convert(sent, wire.WatchInfo).fingerprint is None
+
+
+PAIRS = 2**20
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_sums_of_two_numbers_of_the_dtype_do(dtype):
+    """Of all bits, and of a weight with every half of a gap and its neighbours beside it."""
+    assert PLAIN.rounds_once(dtype, dtype)
+    bits = torch.randint(-(2**15), 2**15, (2, PAIRS), generator=torch.Generator().manual_seed(0)).to(torch.int16)
+    first, second = bits.view(dtype).double()
+    exponents = torch.frexp(first)[1] - (9 if dtype == BF16 else 12)
+    near = torch.ldexp(1 + (bits[1] % 5 - 2) * torch.finfo(dtype).eps, exponents).to(dtype).double()
+    for beside in (second, near, -near):
+        total = (first + beside)[first.isfinite() & beside.isfinite()]
+        assert torch.equal(total.to(dtype).double(), round_to(total, dtype).double())
+
+
+@pytest.mark.parametrize("integers", [torch.int8, torch.uint8, torch.int16, torch.uint16])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_weights_that_integers_lengthen_do_where_it_is_said(dtype, integers):
+    weight = torch.linspace(-3.0, 3.0, 257).to(dtype).repeat_interleave(256)
+    counts = torch.randint(-(2**15), 2**15, weight.shape, generator=torch.Generator().manual_seed(0))
+    kept = counts.to(torch.int16 if integers.itemsize == 2 else torch.int8).view(integers)
+    said = []
+    for code in codes_of(integers, dtype):
+        composition = Composition(residual="low", code=code)
+        total = weight.double() + code.residual(weight, kept)
+        said.append(composition.rounds_once(dtype, integers))
+        assert not said[-1] or torch.equal(total.to(dtype), round_to(total, dtype)), code.words
+    assert sum(said) == (2 if dtype == BF16 else 0)
+
+
+def test_others_are_not_said_to():
+    assert OURS.rounds_once(BF16, torch.int16)
+    assert OURS.rounds_once(BF16, BF16)
+    assert not OURS.rounds_once(BF16, torch.float32)
+    assert not Composition(residual="low", sign=-1, code=SIGNED_BITS).rounds_once(BF16, torch.int16)
+
+
+@pytest.mark.parametrize("integers", [torch.int16, torch.int8])
+def test_integers_that_the_optimizer_subtracts_are_read_negated(integers):
+    weight = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    kept = torch.randint(-100, 100, (64,), generator=torch.Generator().manual_seed(1)).to(integers)
+    added = OURS.residual_of(weight, kept)
+    assert added.count_nonzero() > 32
+    assert torch.equal(replace(OURS, sign=-1).residual_of(weight, kept), -added)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "amsgrad", "judged"),
+    [
+        ("plain", False, {"exp_avg", "exp_avg_sq"}),
+        ("plain", True, {"exp_avg", "exp_avg_sq"}),
+        ("split-master", False, {"exp_avg", "exp_avg_sq"}),
+        ("split-master-8bit", False, {"exp_avg_sq"}),
+        ("coupled-8", False, {"exp_avg_sq"}),
+    ],
+)
+def test_averages_are_judged_by_their_decrements_but_maxima_and_coupled_ones(strategy, amsgrad, judged):
+    weight = torch.nn.Parameter(torch.ones(64, dtype=BF16))
+    optimizer = CollageAdamW([weight], strategy=strategy, amsgrad=amsgrad)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    state = optimizer.state[weight]
+    names = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"} & state.keys()
+    assert len(names) == 2 + amsgrad
+    assert {name for name in names if decaying(state, name)} == judged

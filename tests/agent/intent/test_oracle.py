@@ -61,8 +61,7 @@ def test_the_oracle_is_an_fp64_optimizer_fed_the_same_gradients(make):
 
 
 def test_the_oracle_follows_a_sample_of_large_tensors_and_its_interval_is_open():
-    model, optimizer, handle = watched(model=mlp(width=90), every=2, oracle=True)
-    train(model, optimizer, 6)
+    _, _, handle = watched(model=mlp(width=90), every=2, oracle=True, steps=6)
     layers = handle.summary()["layers"]
     low, high = (layers["2.weight"][f"edq_oracle_ratio_{end}"] for end in ("low", "high"))
     assert low < layers["2.weight"]["edq_oracle_ratio"] < high
@@ -72,8 +71,7 @@ def test_the_oracle_follows_a_sample_of_large_tensors_and_its_interval_is_open()
 @pytest.mark.parametrize("before", [2, 0])
 def test_tensors_that_skip_steps_are_stepped_by_the_oracle_only_when_they_are_live(before):
     """A layer that was frozen at first was left out for good, and the rest's number was called the model's."""
-    model, optimizer, handle = watched(model=mlp(width=30), sample="all", oracle=True)
-    train(model, optimizer, before)
+    model, optimizer, handle = watched(model=mlp(width=30), sample="all", oracle=True, steps=before)
     model[2:].requires_grad_(False)
     train(model, optimizer, 3, start=before)
     model[2:].requires_grad_(True)
@@ -110,8 +108,7 @@ def test_an_error_in_the_state_is_seen_by_the_oracle_and_the_decrements_but_not_
 @pytest.mark.slow
 @pytest.mark.parametrize("write", ["data", "counted"])
 def test_weights_written_between_steps_restart_the_oracle_and_are_counted(write):
-    model, optimizer, handle = watched(every=2, oracle=True)
-    train(model, optimizer, 4)
+    model, optimizer, handle = watched(every=2, oracle=True, steps=4)
     assert handle.summary()["model"]["oracle_steps"] == 4
     weight = next(model.parameters())
     if write == "data":
@@ -130,8 +127,7 @@ def test_weights_written_between_steps_restart_the_oracle_and_are_counted(write)
     "strategy", ["plain", "stochastic", "light", "plus", "master-weights", "split-master", "split-24bit-8bit"]
 )
 def test_no_restart_without_a_write(strategy):
-    model, optimizer, handle = watched(partial(CollageAdamW, lr=1e-2, strategy=strategy), oracle=True)
-    train(model, optimizer, 12)
+    _, _, handle = watched(partial(CollageAdamW, lr=1e-2, strategy=strategy), oracle=True, steps=12)
     assert handle.summary()["model"]["oracle_steps"] == 12
     assert "oracle_restarts" not in handle._last.scalars
 
@@ -139,8 +135,7 @@ def test_no_restart_without_a_write(strategy):
 def test_oracles_attach_anew_after_a_failure_before_the_step(monkeypatch):
     """A step that they may have missed, because looking at the optimizer failed, is never counted as taken."""
     recorder = Recorder()
-    model, optimizer, _ = watched(sample=64, oracle=True, reporter=recorder)
-    train(model, optimizer, 3)
+    model, optimizer, _ = watched(sample=64, oracle=True, reporter=recorder, steps=3)
 
     def fails(*arguments, **options):
         raise ValueError("no look at this step")

@@ -16,30 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.optim.triton_apart import only_where_published, run_with_triton
 from tests.waiting import until
 
-WITH_TRITON = "tests.agent.sample.with_triton"
+BY_DAY = ("law 0 40", "left_out", "totals", "ahead 8")
+BY_NIGHT = (*(f"law {seed} 150" for seed in range(1, 6)), *(f"ahead {word}" for word in (4, 2, 1)))
 
 
 @pytest.mark.slow
 @only_where_published
-@pytest.mark.parametrize(
-    ("seed", "rounds"), [(0, 40), *(pytest.param(seed, 150, marks=pytest.mark.nightly) for seed in range(1, 6))]
-)
-def test_any_layout_of_any_dtype_is_gathered_to_the_bit(seed, rounds):
-    run_with_triton(WITH_TRITON, "law", str(seed), str(rounds), interpreted=True)
-
-
-@pytest.mark.slow
-@only_where_published
-@pytest.mark.parametrize("part", ["left_out", "totals"])
-def test_in_the_interpreter(part):
-    run_with_triton(WITH_TRITON, part, interpreted=True)
-
-
-@pytest.mark.slow
-@only_where_published
-@pytest.mark.parametrize("word", [8, *(pytest.param(word, marks=pytest.mark.nightly) for word in (4, 2, 1))])
-def test_compiled_ahead_it_moves_whole_words(word):
-    run_with_triton(WITH_TRITON, "ahead", str(word))
+@pytest.mark.parametrize("part", [*BY_DAY, *(pytest.param(part, marks=pytest.mark.nightly) for part in BY_NIGHT)])
+def test_where_triton_is_installed(part):
+    run_with_triton("tests.agent.sample.with_triton", *part.split(), interpreted="ahead" not in part)
 
 
 class Kernel:

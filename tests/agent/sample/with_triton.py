@@ -17,16 +17,15 @@ import sys
 import numpy
 import pytest
 import torch
-from collage_agent.handle import watch
 from collage_agent.sample.sampling import draw as draw_sample
 from collage_agent.step import device_gather, gather
 from collage_agent.step.gather import BlockLayout, Source, Staging
-from collage_agent.watching.hooks import OptimizerHooks
 from collage_optim import CollageAdamW
 from collage_optim.device_code import built
 from collage_optim.device_step import OPTIONS
 
-from tests.agent.training import mlp, train
+from tests.agent.test_watch import Recorder
+from tests.agent.training import watched
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn]
 DTYPES += [torch.int16, torch.uint8, torch.bool, torch.complex64]
@@ -134,24 +133,12 @@ def left_out():
     assert not unlike.values.any()
 
 
-def watched(make, oracle):
+def reported(make, oracle):
     """Totals of three measured steps."""
-    torch.manual_seed(0)
-    model = mlp()
-    optimizer = make(model.parameters())
-    handle = watch(model, optimizer, every=1, sample=128, oracle=oracle, budget=None)
-    found: list[torch.Tensor] = []
-    measure = OptimizerHooks._measure
-
-    def noted(self, *arguments):
-        measure(self, *arguments)
-        found.extend(table.array for table in self.totals)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OptimizerHooks, "_measure", noted)
-        train(model, optimizer, 3)
+    recorder = Recorder()
+    _, _, handle = watched(make, sample=128, oracle=oracle, steps=3, reporter=recorder)
     handle.remove()
-    return found
+    return [measurement.totals for measurement in recorder.measurements]
 
 
 def totals():
@@ -160,11 +147,11 @@ def totals():
         (False, functools.partial(torch.optim.AdamW, lr=1e-3)),
         (True, functools.partial(CollageAdamW, lr=1e-3, strategy="split-master-8bit", seed=1)),
     ):
-        expected = watched(make, oracle)
+        expected = reported(make, oracle)
         with kernels() as words:
-            found = watched(make, oracle)
+            found = reported(make, oracle)
         assert len(words) == 3 * (2 + oracle)
-        assert len(expected) == len(found) >= 3
+        assert len(expected) == len(found) == 3
         for one, other in zip(expected, found, strict=True):
             assert torch.equal(one.nan_to_num(-7.0), other.nan_to_num(-7.0)), make
 

@@ -97,8 +97,7 @@ def test_an_fp32_run_says_what_16_bits_would_have_kept():
     ids=["plain", "light", "master-weights"],
 )
 def test_of_a_plain_run_the_plain_one_is_what_happened_and_ours_start_from_the_stored_weight(make):
-    model, optimizer, handle = watched(make, sample=1024, first_step=98)
-    train(model, optimizer, 3)
+    _, _, handle = watched(make, sample=1024, first_step=98, steps=3)
     values = handle.summary()["model"]
     plain, light = (values[f"counterfactual_edq_ratio/{name}/bf16"] for name in ("plain", "light"))
     if make.func is adamw:

@@ -1,15 +1,16 @@
 """Moving averages: decrements against exact fractions, zeros where the gradient is not against plain counting."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from collage_agent.handle import watch
 from collage_agent.stats.optimizer_state import measure_states, state_change_block_sums, zero_block_counts
 from collage_agent.stats.step_view import MovingAverages
 from torch import nn
 
+from tests.agent.training import mean_square, watched
 from tests.reference import diagnostics
 
 
@@ -41,11 +42,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 def test_a_sum_takes_the_share_of_its_fp64_twins_growth(dtype, begin, health):
     """Each g² adds to Adagrad's sum. Measured whole in every step, the changes are those of the whole way."""
     torch.manual_seed(2)
-    model = nn.Linear(48, 48).to(dtype)
-    optimizer = torch.optim.Adagrad(
-        model.parameters(), lr=0.05 * max(begin, 1.0) ** 0.5, initial_accumulator_value=begin
-    )
-    handle = watch(model, optimizer, every=1, sample="all", budget=None)
+    adagrad = partial(torch.optim.Adagrad, lr=0.05 * max(begin, 1.0) ** 0.5, initial_accumulator_value=begin)
+    model, optimizer, handle = watched(adagrad, nn.Linear(48, 48).to(dtype), sample="all")
     twins = [torch.full_like(weight, begin, dtype=torch.float64) for weight in model.parameters()]
     for _ in range(24):
         for weight, twin in zip(model.parameters(), twins, strict=True):
@@ -122,12 +120,10 @@ def test_infinite_states_equal_plain_counting(scale, least):
     """A loss scale that is never taken out of the gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24)).half()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-6)
-    handle = watch(model, optimizer, every=1, sample="all")
-    for _ in range(12):
-        (model(torch.randn(8, 24).half()).float().square().mean() * scale).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    make = partial(torch.optim.AdamW, lr=1e-4, betas=(0.9, 0.95), eps=1e-6)
+    _, optimizer, handle = watched(
+        make, model, 12, lambda own, _: mean_square(own, torch.randn(8, 24)) * scale, sample="all"
+    )
     found = handle.summary()["model"]
     for name in ("exp_avg", "exp_avg_sq"):
         states = torch.cat([state[name].flatten() for state in optimizer.state.values()])

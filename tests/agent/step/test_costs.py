@@ -23,7 +23,6 @@ COLLECTED = 5.2
 
 
 def _trained(tensors):
-    """A watch whose next step is the first measured one, and what a step without it calls."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(8, 8, generator=generator).to(torch.bfloat16) for _ in range(tensors)]
     model = nn.ParameterList(weights)
@@ -31,8 +30,7 @@ def _trained(tensors):
         parameter.grad = torch.randn(8, 8, generator=generator).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer.step()
-    alone = _calls(optimizer)
-    return optimizer, watch(model, optimizer, budget=None, first_step=1), alone
+    return model, optimizer
 
 
 @contextmanager
@@ -65,7 +63,9 @@ def _calls(optimizer):
 
 
 def _calls_added(tensors):
-    optimizer, handle, alone = _trained(tensors)
+    model, optimizer = _trained(tensors)
+    alone = _calls(optimizer)
+    handle = watch(model, optimizer, budget=None, first_step=1)
     found = _calls(optimizer)
     handle.remove()
     found.subtract(alone)
@@ -81,7 +81,8 @@ def test_the_first_measured_step_visits_a_tensor_few_times():
 
 def test_the_first_measured_step_leaves_the_collector_little_to_look_at():
     """70,000 objects more than were freed have it visit all that there is: of 20,000 tensors for half a step."""
-    optimizer, handle, _ = _trained(MANY)
+    model, optimizer = _trained(MANY)
+    handle = watch(model, optimizer, budget=None, first_step=1)
     with _nothing_collected():
         before = gc.get_count()[0]
         optimizer.step()

@@ -26,7 +26,7 @@ from tests.optim.with_triton import RULES, drawn_options, gradients_for, like, t
 
 ELEMENTS = (1_408, 128, 4_096)
 """Whole blocks: in torch's operations nothing hides what lies behind a tensor's end."""
-WATCHING: dict[str, Any] = {"every": 1, "sample": 512, "budget": None}
+WATCHING: dict[str, Any] = {"every": 1, "sample": 512, "budget": None, "casts": ()}
 
 
 class PlayedKernel:
@@ -96,21 +96,19 @@ def test_the_sums_are_those_of_a_whole_sample(rule, monkeypatch):
             kind(like(members), **options)
         except ValueError:
             continue
-        taken += totals_beside_the_agents(
-            kind,
-            options,
-            members,
-            gradients_for(draw, members),
-            (rule, options),
-            lambda optimizer: optimizer.step(),
-        )
+        gradients, case = gradients_for(draw, members), (rule, options)
+        taken += totals_beside_the_agents(kind, options, members, gradients, case, lambda own: own.step())
     assert taken >= 8 * len(ELEMENTS)
 
 
-def watched(strategy="plus", members=None, **options):
-    members = weights() if members is None else members
+def watched(strategy="plus", steps=0, **options):
+    """An optimizer and its watch after so many steps."""
+    members = weights()
     optimizer = CollageAdamW(members, lr=1e-3, strategy=strategy, seed=1)
-    return optimizer, watch(torch.nn.ParameterList(members), optimizer, **{**WATCHING, **options})
+    handle = watch(torch.nn.ParameterList(members), optimizer, **{**WATCHING, **options})
+    for number in range(steps):
+        step(optimizer, number)
+    return optimizer, handle
 
 
 def step(optimizer, number=0):
@@ -128,10 +126,7 @@ def same(one, other):
 @pytest.mark.parametrize("casts", [("bf16",), ()], ids=["copies at each step", "no copies"])
 def test_the_table_is_whole_and_the_sample_says_the_rest(casts, gathered, monkeypatch):
     """Without copies the sample is taken at every tenth measured step only, and the summary keeps what it said."""
-    optimizer, handle = watched(casts=casts)
-    steps = range(1, 2 * LOOK_EVERY + 1)
-    for number in steps:
-        step(optimizer, number)
+    optimizer, handle = watched(casts=casts, steps=2 * LOOK_EVERY)
     assert optimizer.step_totals is None
     assert len(gathered) == (2 * LOOK_EVERY if casts else 2)
     for name, totals in totals_of(handle).items():
@@ -140,10 +135,7 @@ def test_the_table_is_whole_and_the_sample_says_the_rest(casts, gathered, monkey
         assert sum(totals[key] for key in classes) == ELEMENTS[int(name)]
     found = handle.summary()["model"]
     monkeypatch.setattr(base, "launches", lambda device: False)
-    eager, other = watched(casts=casts, sample="all")
-    for number in steps:
-        step(eager, number)
-    expected = other.summary()["model"]
+    expected = watched(casts=casts, sample="all", steps=2 * LOOK_EVERY)[1].summary()["model"]
     assert found.keys() == expected.keys()
     for key in ("edq_ratio", "edq_ratio_low", "lost_update_ratio", "lost_update_ratio_high", "grad_norm", "idle"):
         assert same(found[key], expected[key]), key
@@ -155,17 +147,16 @@ def test_the_table_is_whole_and_the_sample_says_the_rest(casts, gathered, monkey
 
 def test_training_is_what_it_is_without_a_watch():
     plain = CollageAdamW(weights(), lr=1e-3, strategy="coupled-8", seed=1)
-    optimizer, _ = watched("coupled-8", casts=())
+    optimizer, _ = watched("coupled-8", steps=3)
     for number in range(3):
         step(plain, number)
-        step(optimizer, number)
     for one, other in zip(plain.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True):
         assert torch.equal(one, other)
 
 
 def test_two_watches_of_one_optimizer_have_the_same_sums():
-    optimizer, first = watched(casts=())
-    second = watch(torch.nn.ParameterList(optimizer.param_groups[0]["params"]), optimizer, **WATCHING, casts=())
+    optimizer, first = watched()
+    second = watch(torch.nn.ParameterList(optimizer.param_groups[0]["params"]), optimizer, **WATCHING)
     step(optimizer)
     step(optimizer)
     mine, theirs = totals_of(first)["0"], totals_of(second)["0"]
@@ -178,7 +169,7 @@ def test_where_a_tensor_is_stepped_otherwise_the_sample_is_taken_at_each_step(ga
     members = weights()
     groups = [{"params": members[:1], "arithmetic": "storage"}, {"params": members[1:]}]
     optimizer = CollageAdamW(groups, lr=1e-3, strategy="plus")
-    handle = watch(torch.nn.ParameterList(members), optimizer, **WATCHING, casts=())
+    handle = watch(torch.nn.ParameterList(members), optimizer, **WATCHING)
     for _ in range(3):
         for member in members:
             member.grad = torch.full_like(member, 1e-2)
@@ -190,18 +181,14 @@ def test_where_a_tensor_is_stepped_otherwise_the_sample_is_taken_at_each_step(ga
 
 @pytest.mark.parametrize("needs", [{"oracle": True}, {"windows": (2,)}])
 def test_what_follows_a_sample_from_step_to_step_has_it_at_each(needs, gathered):
-    optimizer, handle = watched(casts=(), **needs)
-    for number in range(4):
-        step(optimizer, number)
+    _, handle = watched(steps=4, **needs)
     assert len(gathered) >= 4
     assert totals_of(handle)["2"]["sampled"] == 4_096
 
 
 def test_a_step_without_kernels_after_steps_with_them_is_a_gap_and_then_sampled(monkeypatch, gathered):
     """As when a CUDA graph is captured: nothing is made up."""
-    optimizer, handle = watched(casts=())
-    step(optimizer)
-    step(optimizer)
+    optimizer, handle = watched(steps=2)
     assert len(gathered) == 1
     monkeypatch.setattr(base, "launches", lambda device: False)
     step(optimizer)
@@ -212,8 +199,7 @@ def test_a_step_without_kernels_after_steps_with_them_is_a_gap_and_then_sampled(
 
 
 def test_after_a_step_that_raised_nobody_asks_and_the_next_sums_are_its_own():
-    optimizer, handle = watched(casts=())
-    step(optimizer)
+    optimizer, handle = watched(steps=1)
     member = optimizer.param_groups[0]["params"][0]
     member.grad = torch.ones_like(member).to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):
@@ -230,9 +216,7 @@ def test_after_a_step_that_raised_nobody_asks_and_the_next_sums_are_its_own():
 )
 def test_where_fp64_is_slow_or_nothing_launches_the_sample_is_taken(module, name, gathered, monkeypatch):
     monkeypatch.setattr(module, name, lambda device: False)
-    optimizer, handle = watched(casts=())
-    step(optimizer)
-    step(optimizer)
+    _, handle = watched(steps=2)
     assert len(gathered) == 2
     assert totals_of(handle)["2"]["sampled"] == 512
 

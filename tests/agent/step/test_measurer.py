@@ -1,4 +1,5 @@
-"""Measured steps against brute force: whole tensors re-run in fp64, added up in exact fractions."""
+"""Measured steps against brute force: whole tensors re-run in fp64, added up in exact fractions; decay, residuals
+and zero states against the live optimizer's own tensors."""
 
 from functools import partial
 
@@ -8,10 +9,13 @@ from collage_agent.handle import watch
 from collage_agent.sample.sampling import MAXIMUM_BLOCK, draw
 from collage_agent.step import bucket_planner, observed_step
 from collage_agent.step.layout import differing_counters, out_of_lock_step
+from collage_optim import CollageAdamW
 
+from collage_monitor.metrics import HISTOGRAM_LABELS
 from collage_monitor.statistics import histogram_counts
-from tests.agent.training import adamw, backward, mlp, mlp_loss, train, watched
+from tests.agent.training import adamw, backward, gpt_loss, mean_square, mlp, mlp_loss, small_gpt, train, watched
 from tests.reference import diagnostics
+from tests.reference.expansions import LAYOUTS
 from tests.reference.intended import full_precision_update
 
 OPTIMIZERS = {
@@ -140,10 +144,7 @@ def test_layers_of_any_memory_order_are_sampled_alike():
     model.weight.data = model.weight.data.contiguous(memory_format=torch.channels_last)
     _, optimizer, handle = watched(model=model, sample=1024)
     whole = watch(model, optimizer, every=1, sample="all")
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(2, 16, 8, 8, dtype=torch.bfloat16)).float().square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, 3, lambda own, step: mean_square(own, torch.randn(2, 16, 8, 8)))
     sampled, truth = totals_of(handle)["weight"], totals_of(whole)["weight"]
     assert sampled["sampled"] == 1024
     assert sampled["intended_squared_sum"] == pytest.approx(truth["intended_squared_sum"], rel=0.2)
@@ -151,8 +152,7 @@ def test_layers_of_any_memory_order_are_sampled_alike():
 
 
 def test_elements_that_are_not_finite_are_counted_and_left_out():
-    model, optimizer, handle = watched(partial(torch.optim.SGD, lr=1e-2, momentum=0.9), sample="all")
-    train(model, optimizer, 2)
+    model, optimizer, handle = watched(partial(torch.optim.SGD, lr=1e-2, momentum=0.9), sample="all", steps=2)
     backward(model, 2)
     model[0].weight.grad[0, :3] = torch.nan
     model[0].weight.grad[1, 0] = torch.inf
@@ -165,8 +165,7 @@ def test_elements_that_are_not_finite_are_counted_and_left_out():
 
 def test_a_learning_rate_far_below_fp32_resolution_is_not_idle():
     make = partial(adamw, lr=1e-9, weight_decay=0.0)
-    model, optimizer, handle = watched(make, mlp(dtype=torch.float32), sample="all")
-    train(model, optimizer, 3)
+    _, _, handle = watched(make, mlp(dtype=torch.float32), sample="all", steps=3)
     values = handle.summary()["model"]
     assert values["idle"] < 0.01 * values["elements"]
     assert values["lost_update_ratio"] > 0.5
@@ -191,8 +190,7 @@ def test_states_that_appear_are_no_reason_to_draw_again(monkeypatch):
         return draw(name, *given, **own)
 
     monkeypatch.setattr(bucket_planner, "draw", noted)
-    model, optimizer, handle = watched(sample=256)
-    train(model, optimizer, 3)
+    model, optimizer, handle = watched(sample=256, steps=3)
     names = [name for name, _ in model.named_parameters()]
     assert drawn == names
     model.float()
@@ -207,10 +205,107 @@ def test_tiles_of_any_size_give_the_same_numbers(monkeypatch):
     found = []
     for slots in (512, 4096, observed_step.TILE_SLOTS):
         monkeypatch.setattr(observed_step, "TILE_SLOTS", slots)
-        model, optimizer, handle = watched(sample="all", oracle=True)
-        train(model, optimizer, 3)
+        _, _, handle = watched(sample="all", oracle=True, steps=3)
         found.append(handle.summary())
     assert found[0] == found[1] == found[2]
     host, device = (observed_step.tile_slots(torch.device(kind)) for kind in ("cpu", "cuda"))
     assert device > host
     assert device % MAXIMUM_BLOCK == host % MAXIMUM_BLOCK == 0
+
+
+light = partial(CollageAdamW, lr=1e-3, strategy="light")
+
+
+@pytest.mark.slow
+@pytest.mark.drawn
+@pytest.mark.parametrize("lr", [1e-3, 0.2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_decay_of_a_step_equals_the_exact_sums(dtype, lr):
+    model, optimizer, handle = watched(
+        partial(adamw, lr=lr, weight_decay=0.1), mlp(dtype=dtype), sample="all", steps=1
+    )
+    before = {name: p.detach().double().flatten().clone() for name, p in model.named_parameters()}
+    train(model, optimizer, 1, start=1)
+    layout = LAYOUTS[str(dtype).removeprefix("torch.")]
+    for layer, totals in totals_of(handle).items():
+        kept, intended = diagnostics.decay(diagnostics.exact(before[layer]), lr * 0.1, layout)
+        assert totals["decay_squared_sum"] == pytest.approx(float(intended), rel=1e-12)
+        assert totals["decay_kept_sum"] == pytest.approx(float(kept), rel=1e-12, abs=1e-300)
+    ratio = handle.summary()["model"]["decay_ratio"]
+    assert ratio == 0.0 if dtype == torch.bfloat16 and lr < 0.1 else ratio > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sample", ["all", 256])
+def test_residuals_of_a_pair_equal_the_exact_ones(sample):
+    model, optimizer, handle = watched(light, mlp(width=40), sample=sample, steps=1)
+    first = handle.summary()["model"]
+    assert first["residual_zero_ratio"] == 1.0
+    assert first["residual_fill_ratio"] == 0.0
+    train(model, optimizer, 1, start=1)
+    named = dict(model.named_parameters())
+    kept = {name: optimizer.stored_parameter(p).flatten() for name, p in named.items()}
+    before = {name: p.detach().double().flatten() for name, p in named.items()}
+    train(model, optimizer, 1, start=2)
+    for layer, totals in totals_of(handle).items():
+        values, residual = before[layer], kept[layer] - before[layer]
+        assert totals["residual_elements"] == pytest.approx(values.numel())
+        if sample != "all":
+            continue
+        zero, fill, octaves = diagnostics.residuals(diagnostics.exact(residual), values.tolist(), torch.bfloat16)
+        assert totals["residual_zero"] == zero
+        assert totals["residual_fill_sum"] == pytest.approx(float(fill), rel=1e-12)
+        assert [totals[f"residual_fill_histogram/{label}"] for label in HISTOGRAM_LABELS] == octaves
+    model_values = handle.summary()["model"]
+    assert 0.3 < model_values["residual_fill_ratio"] < 0.6
+    assert model_values["residual_zero_ratio"] < 0.2
+    assert model_values["residual_nonfinite"] == 0
+
+
+def test_a_residual_that_is_zero_again_was_dropped():
+    model, optimizer, handle = watched(light, sample="all", steps=1)
+    assert handle.summary()["model"]["residual_dropped_ratio"] == 0.0
+    train(model, optimizer, 4, start=1)
+    assert handle.summary()["model"]["residual_dropped_ratio"] < 0.02
+    dropped = optimizer.state[model[0].weight]["parameter_low"]
+    held = int(dropped.count_nonzero())
+    dropped.zero_()
+    train(model, optimizer, 1, start=5)
+    layers = handle.summary()["layers"]
+    assert ("residual_dropped_ratio", "0.weight") in [(one.key, one.layer) for one in handle.judgement().against]
+    assert 0 < held <= 30 * 70
+    assert totals_of(handle)["0.weight"]["residual_dropped"] == held
+    assert layers["0.weight"]["residual_dropped_ratio"] == pytest.approx(held / (30 * 70))
+    assert layers["2.weight"]["residual_dropped_ratio"] < 0.05
+    train(model, optimizer, 1, start=6)
+    assert handle.summary()["model"]["residual_dropped_ratio"] < 0.02
+
+
+def test_a_residual_that_is_not_finite_is_counted_and_left_out():
+    model, optimizer, handle = watched(light, sample="all", steps=2)
+    optimizer.state[model[0].weight]["parameter_low"][0, :3] = torch.nan
+    train(model, optimizer, 1, start=2)
+    values = handle.summary()["layers"]["0.weight"]
+    assert values["residual_nonfinite"] == 3
+    assert totals_of(handle)["0.weight"]["residual_elements"] == 30 * 70 - 3
+    assert values["residual_fill_ratio"] < 0.6
+
+
+@pytest.mark.slow
+def test_states_that_underflow_are_counted_where_the_gradient_is_not_zero():
+    model, optimizer, handle = watched(model=small_gpt(layers=1), sample="all", steps=3, loss_of=gpt_loss)
+    with torch.no_grad():
+        optimizer.state[model.position.weight]["exp_avg_sq"][:3] = 0.0
+    backward(model, 3, gpt_loss)
+    model.position.weight.grad[:3] *= 1e-30
+    named = dict(model.named_parameters())
+    gradients = {name: p.grad.double().flatten().clone() for name, p in named.items()}
+    optimizer.step()
+    for layer, totals in totals_of(handle).items():
+        for state in ("exp_avg", "exp_avg_sq"):
+            after = optimizer.state[named[layer]][state].double().flatten()
+            nonzero, zero = diagnostics.zeros(diagnostics.exact(gradients[layer]), diagnostics.exact(after))
+            assert totals["gradient_nonzero"] == nonzero
+            assert totals[f"state_zero/{state}"] == zero
+    values = handle.summary()["layers"]["position.weight"]
+    assert values["state_zero_ratio/exp_avg_sq"] > values["state_zero_ratio/exp_avg"] == 0.0

@@ -16,7 +16,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 from collage_monitor.wire import Judgement
-from tests.agent.intent.optimizers import ByParameter
+from tests.agent.intent.optimizers import ByParameter, OwnAdamW
 from tests.agent.training import train as train_steps
 from tests.agent.training import watched
 
@@ -35,25 +35,6 @@ class SignedMomentum(ByParameter):
         average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
         average.mul_(0.9).add_(parameter.grad, alpha=0.1)
         parameter.sub_(average.sign() * average.abs() ** group["power"] * group["lr"])
-
-
-class OwnAdamW(ByParameter):
-    """AdamW by another hand, under another name."""
-
-    def __init__(self, params, lr, weight_decay=0.1, eps=1e-8):
-        super().__init__(params, lr, betas=(0.9, 0.95), eps=eps, weight_decay=weight_decay)
-
-    def step_one(self, parameter, group):
-        (one, two), rate = group["betas"], group["lr"]
-        state, gradient = self.state[parameter], parameter.grad
-        if not state:
-            state.update(step=0, m=torch.zeros_like(parameter), v=torch.zeros_like(parameter))
-        state["step"] += 1
-        state["m"].mul_(one).add_(gradient, alpha=1 - one)
-        state["v"].mul_(two).addcmul_(gradient, gradient, value=1 - two)
-        root = (state["v"] / (1 - two ** state["step"])).sqrt().add_(group["eps"])
-        parameter.mul_(1 - rate * group["weight_decay"])
-        parameter.addcdiv_(state["m"], root, value=-rate / (1 - one ** state["step"]))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import pytorch_optimizer
 import torch
 from collage_optim import CollageAdamW
 
+from tests.agent.intent.optimizers import OwnAdamW
 from tests.agent.watching import test_advice as advice
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -49,7 +50,7 @@ KINDS = {
     "RMSprop": Kind(partial(T.RMSprop, alpha=0.9), (1e-5, 3e-6)),
     "Adafactor": Kind(T.Adafactor, (1e-4, 1e-5), (), unknown=True),
     "Lion": Kind(partial(pytorch_optimizer.Lion, weight_decay=0.0), (1e-5, 1e-6), ()),
-    "AdamW by another hand": Kind(advice.OwnAdamW, (1e-4, 1e-5)),
+    "AdamW by another hand": Kind(OwnAdamW, (1e-4, 1e-5)),
     "optimi's Lion": Kind(partial(optimi.Lion, kahan_sum=False), (1e-5, 1e-6), ()),
     "optimi's Adam": Kind(partial(optimi.Adam, kahan_sum=False), (1e-4, 1e-5)),
     "a rule of its own": Kind(advice.SignedMomentum, (1e-4, 1e-4), ()),

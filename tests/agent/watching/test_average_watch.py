@@ -108,6 +108,23 @@ def averaged(kind="AveragedModel, multi", dtype=BF16, **options):
     return model, average, update_of(average, model), handle
 
 
+def in_fp64(references, average, model, decay, updates):
+    """What the reference of each layer says of an update."""
+    before = {name: own.detach().clone() for name, own in average.named_parameters()}
+    updates()
+    weights, after = dict(model.named_parameters()), dict(average.named_parameters())
+    return {name: own.update(before[name], after[name], weights[name], decay) for name, own in references.items()}
+
+
+def assert_told(handle, layers):
+    """The summary says what the references say."""
+    summary = handle.summary()
+    told = [*((summary["layers"][name], [layer]) for name, layer in layers.items())]
+    for found, own in [*told, (summary["model"], [*layers.values()])]:
+        for key, value in metrics_of(own).items():
+            assert found[key] == (value if value is None else pytest.approx(value, rel=1e-9, abs=1e-11)), key
+
+
 @pytest.mark.drawn
 @pytest.mark.parametrize("decay", [0.9, 0.99, 0.999, 0.9999])
 @pytest.mark.parametrize(("width", "seed"), [(70, 0), (33, 1), (128, 2)])
@@ -120,23 +137,9 @@ def test_numbers_are_those_of_an_fp64_average(decay, width, seed, dtype, of):
     optimizer = adamw(model.parameters())
     for step in range(12):
         train(model, optimizer, 1, start=step)
-        before = {name: parameter.detach().clone() for name, parameter in average.named_parameters()}
-        announced([handle], average, model, decay)
-        weights, after = dict(model.named_parameters()), dict(average.named_parameters())
-        found = {
-            name: reference.update(before[name], after[name], weights[name], decay)
-            for name, reference in references.items()
-        }
-        summary = handle.summary()
-        assert summary["updates"] == step + 1
-        for name, layer in found.items():
-            check(summary["layers"][name], metrics_of([layer]))
-        check(summary["model"], metrics_of([*found.values()]))
-
-
-def check(found, expected):
-    for key, value in expected.items():
-        assert found[key] == (value if value is None else pytest.approx(value, rel=1e-9, abs=1e-11)), key
+        updates = partial(announced, [handle], average, model, decay)
+        assert_told(handle, in_fp64(references, average, model, decay, updates))
+        assert handle.summary()["updates"] == step + 1
 
 
 def test_unmeasured_updates_are_carried_along():

@@ -13,30 +13,21 @@ from torch import nn
 
 from collage_monitor.strategies import STRATEGIES
 from tests.agent.intent.optimizers import ByParameter
-from tests.agent.training import train, watched
+from tests.agent.training import mean_square, train, watched
 from tests.agent.watching.test_resume_check import Saved
 from tests.keepers.ways import BF16, FP32, ways
 
-WAYS = [way for way in ways() if way.seen != "unknown"]
 WHOLE = ("master-weights", "integer-remainder", "coupled-9")
 IN_24_BITS = ("split-24bit-8bit", "coupled-8", "coupled-7")
-KEPT = [(way, dtype) for way in WAYS for dtype in way.dtypes]
+KEPT = [(way, dtype) for way in ways() if way.seen != "unknown" for dtype in way.dtypes]
 PRECISION = {BF16: 8, torch.float16: 11, FP32: 24, torch.float64: 53}
 
 
-def keeps_float32(way, dtype):
-    """Whether every bit of an fp32 weight is kept: 16 or more beside a weight of 16."""
-    return (way.weights or dtype) == FP32 or (
-        (way.seen in WHOLE or way.seen.startswith("split-master")) and "24 bits" not in way.who
-    )
-
-
-RESUMED = pytest.mark.parametrize("taken", [0, 3], ids=["fresh", "resumed"])
-
-
 def kept_bits(way, dtype):
-    """Bits of the significand of the weights, of all that is kept of them."""
-    if keeps_float32(way, dtype):
+    """Bits of the significand of the weights, of all that is kept of them: where 16 or more stand beside one of 16,
+    every bit of an fp32 weight."""
+    in_16 = (way.seen in WHOLE or way.seen.startswith("split-master")) and "24 bits" not in way.who
+    if (way.weights or dtype) == FP32 or in_16:
         return 24
     beside = 8 if way.seen in IN_24_BITS or way.name == "Fraction" else 0
     return PRECISION[way.weights or dtype] + beside
@@ -57,7 +48,7 @@ def narrowest_average(way, optimizer):
 
 
 @pytest.mark.drawn(by=lambda way, dtype, taken: (way.seen, dtype, taken))
-@RESUMED
+@pytest.mark.parametrize("taken", [0, 3], ids=["fresh", "resumed"])
 @pytest.mark.parametrize(("way", "dtype"), KEPT, ids=[f"{way.who}, {way.name}, {dtype}" for way, dtype in KEPT])
 def test_each_expectation_of_each_way_is_judged_right_at_the_first_step(way, dtype, taken):
     training = Saved(way, dtype, taken)
@@ -87,12 +78,7 @@ def trained(make, count=2, **options):
     """A watch whose training took steps of a bf16 model."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(BF16)
-    model, optimizer, handle = watched(make, layers, **options)
-    for _ in range(count):
-        optimizer.zero_grad()
-        model(torch.randn(16, 64).to(BF16)).float().square().mean().backward()
-        optimizer.step()
-    return handle
+    return watched(make, layers, count, lambda own, _: mean_square(own, torch.randn(16, 64)), **options)[2]
 
 
 plain = partial(torch.optim.AdamW, lr=1e-5)
@@ -143,8 +129,7 @@ class WideMomentum(ByParameter):
 
 
 def test_states_that_are_cast_by_loading_them_in_the_middle_are_seen():
-    model, optimizer, handle = watched(WideMomentum, every=100, first_step=1, expect={"states": "float32"})
-    train(model, optimizer, 2)
+    model, optimizer, handle = watched(WideMomentum, every=100, first_step=1, expect={"states": "float32"}, steps=2)
     assert handle.info.broken == []
     optimizer.load_state_dict(optimizer.state_dict())
     train(model, optimizer, 1, start=2)

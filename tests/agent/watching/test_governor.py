@@ -89,8 +89,7 @@ def test_torch_s_threads_count_as_far_as_there_are_any(clock, monkeypatch, proce
 
 
 def test_a_smaller_sample_goes_on_measuring_with_the_oracle():
-    model, optimizer, handle = watched(model=mlp(width=130), oracle=True)
-    train(model, optimizer, 3)
+    model, optimizer, handle = watched(model=mlp(width=130), oracle=True, steps=3)
     assert handle.summary()["layers"]["2.weight"]["sampled"] == 4096
     handle._hooks[0].measurer.shrink_sample(1024)
     train(model, optimizer, 2, start=3)

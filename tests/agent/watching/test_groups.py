@@ -36,30 +36,26 @@ def goes_on(model, optimizer, handle, first, last, names=None):
     assert all(handle.summary()["layers"][layer]["edq_ratio"] is None for layer in others)
 
 
-def pop(optimizer):
-    optimizer.param_groups.pop(1)
-
-
-def pop_the_last(optimizer):
-    optimizer.param_groups.pop()
-
-
-def take_tensors_out(optimizer):
-    optimizer.param_groups[1]["params"] = []
-
-
-def take_a_tensor_out(optimizer):
-    del optimizer.param_groups[1]["params"][1]
+FROZEN = {
+    "a group": lambda groups: groups.pop(1),
+    "the last group": lambda groups: groups.pop(),
+    "a group's tensors": lambda groups: groups[1].update(params=[]),
+    "a tensor": lambda groups: groups[1]["params"].pop(1),
+}
+MOVED = {
+    "a group": lambda groups: groups.append(groups.pop(0)),
+    "a tensor": lambda groups: groups[2]["params"].append(groups[0]["params"].pop()),
+}
 
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("every", [1, 4])
-@pytest.mark.parametrize("freeze", [pop, pop_the_last, take_tensors_out, take_a_tensor_out])
+@pytest.mark.parametrize("freeze", FROZEN)
 def test_what_is_taken_out_of_the_optimizer_is_no_longer_reported(freeze, every):
     """backward still fills the gradients of what is frozen."""
     model, optimizer, handle, recorder = begun(5, every)
     named = {id(parameter): name for name, parameter in model.named_parameters()}
-    freeze(optimizer)
+    FROZEN[freeze](optimizer.param_groups)
     assert str(handle)
     stepped = [named[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     goes_on(model, optimizer, handle, 5, 12, stepped)
@@ -82,18 +78,10 @@ def test_what_comes_back_is_reported_again():
     assert len(handle.summary()["layers"]) == 6
 
 
-def group_moves(groups):
-    groups.append(groups.pop(0))
-
-
-def tensor_moves(groups):
-    groups[2]["params"].append(groups[0]["params"].pop())
-
-
-@pytest.mark.parametrize(("move", "every"), [(group_moves, 1), (group_moves, 4), (tensor_moves, 1)])
+@pytest.mark.parametrize(("move", "every"), [("a group", 1), ("a group", 4), ("a tensor", 1)])
 def test_a_group_that_changes_places_keeps_its_rate_and_a_tensor_takes_its_new_group_s(move, every):
     model, optimizer, handle, recorder = begun(5, every)
-    move(optimizer.param_groups)
+    MOVED[move](optimizer.param_groups)
     goes_on(model, optimizer, handle, 5, 12)
     for values in handle.summary()["layers"].values():
         assert values["edq_oracle_ratio"] == pytest.approx(1.0, abs=1e-3)

@@ -100,10 +100,6 @@ def scaled(model, optimizer):
         model[0].weight.mul_(1.25)
 
 
-def other_moment(model, optimizer):
-    optimizer.state[model[0].bias]["exp_avg_sq"].mul_(4)
-
-
 def rounded_states(model, optimizer):
     for state in optimizer.state.values():
         for key in ("exp_avg", "exp_avg_sq"):
@@ -122,7 +118,7 @@ def gone(model, optimizer):
     [
         (one_bit, ["2.weight"], [], (0.0, 0.01)),
         (scaled, ["0.weight"], [], (0.249, 0.251)),
-        (other_moment, [], ["0.bias"], (2.99, 3.01)),
+        (lambda m, o: o.state[m[0].bias]["exp_avg_sq"].mul_(4), [], ["0.bias"], (2.99, 3.01)),
         (rounded_states, [], ["0.bias", "0.weight", "2.bias", "2.weight"], (1e-5, 4e-3)),
         (gone, [], ["0.bias", "0.weight", "2.bias", "2.weight"], (0.99, 1.01)),
     ],
@@ -143,29 +139,13 @@ def test_what_differs_is_named_and_how_far(tmp_path, spoil, weights, states, far
     assert "step 6" in str(found)
 
 
-def forgotten(model, optimizer):
-    optimizer.state.clear()
-
-
-def one_layer_forgotten(model, optimizer):
-    del optimizer.state[model[2].weight]
-
-
-def counted_less(model, optimizer):
-    optimizer.state[model[2].weight]["step"].fill_(2)
-
-
-def residuals_gone(model, optimizer):
-    for state in optimizer.state.values():
-        state["parameter_low"].zero_()
-
-
+FORGOTTEN = "he resume forgot the optimizer's states"
 LOST = [
-    (forgotten, 7, "averages", "he resume forgot the optimizer's states"),
-    (forgotten, None, "averages", "he resume forgot the optimizer's states"),
-    (one_layer_forgotten, None, "averages", "he resume lost states of 2.weight"),
-    (counted_less, None, "count", " resume lost the step count"),
-    (residuals_gone, None, "residuals", ""),
+    (lambda m, o: o.state.clear(), 7, "averages", FORGOTTEN),
+    (lambda m, o: o.state.clear(), None, "averages", FORGOTTEN),
+    (lambda m, o: o.state.pop(m[2].weight), None, "averages", "he resume lost states of 2.weight"),
+    (lambda m, o: o.state[m[2].weight]["step"].fill_(2), None, "count", " resume lost the step count"),
+    (lambda m, o: [own["parameter_low"].zero_() for own in o.state.values()], None, "residuals", ""),
 ]
 
 
