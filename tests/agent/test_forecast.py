@@ -122,6 +122,7 @@ def test_the_onset_comes_within_a_tenth_of_the_steps(schedule, seed, strategy):
         assert off <= STEPS / 10, f"came at {came}: {found.text}"
 
 
+@pytest.mark.slow
 def test_a_handle_foretells_in_words_along_a_text_or_a_function_but_not_for_float32():
     model, optimizer, handle = watched()
     with pytest.raises(ForecastError, match="train some steps first"):

@@ -198,6 +198,7 @@ def test_a_label_that_is_not_what_is_seen_is_a_finding():
     assert "finding" not in str(right)
 
 
+@pytest.mark.slow
 def test_quantised_states_are_named_and_read_as_numbers():
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).bfloat16()

@@ -83,6 +83,7 @@ def outside(optimizer):
         torch.set_default_dtype(FP32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("name", MAKES)
 def test_u_is_that_of_a_rerun_outside_and_edq_is_the_truth(name, dtype):
@@ -109,6 +110,7 @@ def test_u_is_that_of_a_rerun_outside_and_edq_is_the_truth(name, dtype):
         assert values["lost_update_ratio"] == pytest.approx(lost / active, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "health"), [(BF16, "losing updates"), (FP32, "healthy")])
 def test_the_verdict_of_prodigy_is_known(dtype, health):
     _, _, handle = watched(pytorch_optimizer.Prodigy, mlp(dtype=dtype), steps=12)

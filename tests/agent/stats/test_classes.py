@@ -66,13 +66,10 @@ def test_counts_equal_the_definitions(seed, finite, elements):
     assert (found["nonfinite"] == 0) == finite
 
 
-def test_a_block_full_of_one_class_does_not_spill_into_the_next_count():
+def test_a_block_full_of_one_class_does_not_spill_into_the_next_count_and_a_longer_one_is_refused():
     ones = torch.ones(BLOCK, dtype=torch.float64)
     counts = count(ones, ones, ones, ones, ones)
     assert counts == {**dict.fromkeys(counts, 0.0), "faithful": float(BLOCK), "active_blocks": 1.0}
-
-
-def test_a_block_too_long_for_its_fields_is_refused():
     with pytest.raises(ValueError, match="at most 32"):
         flag_counts(torch.zeros(1, 64, dtype=torch.uint8), 64)
 

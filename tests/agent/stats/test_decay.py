@@ -99,6 +99,7 @@ class Random(ByParameter):
         own.copy_(wide)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("apart", "decay", "health"), [(True, 0.5, "decay is lost"), (False, 0.5, "healthy"), (True, 0.0, "healthy")]
 )

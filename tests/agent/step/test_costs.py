@@ -15,6 +15,8 @@ from tests.agent.test_watch import Recorder
 from tests.agent.training import mlp, train
 from tests.paths import assert_calls
 
+pytestmark = pytest.mark.slow
+
 MANY = 400
 CALLS = 154
 """Of Python's and C's functions, a tensor, as recorded."""
@@ -101,7 +103,6 @@ def storages():
     return {entry.data_ptr(): entry.nbytes() for entry in memory}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "oracle"), [(torch.optim.AdamW, True), (torch.optim.Adafactor, False)])
 def test_the_buffers_counted_are_those_that_came_with_the_watch(kind, oracle):
     model, recorder = mlp(width=200), Recorder()

@@ -123,6 +123,7 @@ def same(one, other):
     return one == other or (None not in (one, other) and one == pytest.approx(other, rel=1e-9, abs=1e-9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("casts", [("bf16",), ()], ids=["copies at each step", "no copies"])
 def test_the_table_is_whole_and_the_sample_says_the_rest(casts, gathered, monkeypatch):
     """Without copies the sample is taken at every tenth measured step only, and the summary keeps what it said."""

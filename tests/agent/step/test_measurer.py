@@ -200,6 +200,7 @@ def test_states_that_appear_are_no_reason_to_draw_again(monkeypatch):
     assert handle.summary()["model"]["edq_ratio"] == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_tiles_of_any_size_give_the_same_numbers(monkeypatch):
     """Those of a device are larger than those of a cache."""
     found = []

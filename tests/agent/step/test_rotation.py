@@ -57,6 +57,7 @@ class ScaledAdafactor(torch.optim.Adafactor):
         self.found_inf = verdict
 
 
+@pytest.mark.slow
 def test_gradients_are_unscaled_where_the_optimizer_does_it():
     class Unscaling(ScaledAdafactor):
         grad_scale: torch.Tensor | None = None

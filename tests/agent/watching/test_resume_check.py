@@ -67,6 +67,7 @@ class Saved:
 ALL = [(way, dtype) for way in ways() for dtype in way.dtypes]
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(by=lambda way, dtype, count: (way.who.partition(" ")[0], way.seen, dtype, count))
 @pytest.mark.parametrize("count", [1, 2, STEPS, 40])
 @pytest.mark.parametrize(("way", "dtype"), ALL, ids=[f"{named(way)}, {str(dtype)[6:]}" for way, dtype in ALL])
