@@ -80,8 +80,10 @@ def study(training, optimizer, *, sample, draws, warm_up, measured, every=3) -> 
     model, loss_of_step = training
     _train(optimizer, loss_of_step, range(warm_up))
     options: dict[str, Any] = {"every": every, "oracle": True, "first_step": 1}
-    whole = watch(model, optimizer, sample="all", **options)
-    handles = [watch(model, optimizer, sample=sample, seed=seed, budget=None, **options) for seed in range(draws)]
+    whole: Any = watch(model, optimizer, sample="all", **options)
+    handles: list[Any] = [
+        watch(model, optimizer, sample=sample, seed=seed, budget=None, **options) for seed in range(draws)
+    ]
     seen: list[list[Rows]] = [[] for _ in (whole, *handles)]
     for number in range(measured):
         start = warm_up + number * every

@@ -29,7 +29,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.gpu
 
 NEAREST = [name for name, strategy in STRATEGIES.items() if not strategy.stochastic]
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Any] = {
     "AdamW for-loop": partial(adamw, foreach=False),
     "AdamW foreach": partial(adamw, foreach=True),
     "AdamW fused": partial(adamw, fused=True),

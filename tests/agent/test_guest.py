@@ -182,7 +182,7 @@ class FunctionalAdamW:
     def __init__(self, parameters, lr):
         options = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
         self.param_groups = [{"params": list(parameters), **options}]
-        self.state = collections.defaultdict(dict)
+        self.state: dict = collections.defaultdict(dict)
 
 
 @pytest.mark.parametrize("kind", [FunctionalAdamW, torch.optim.AdamW])

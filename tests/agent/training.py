@@ -70,7 +70,7 @@ def adamw(parameters, lr=1e-3, **options):
     return torch.optim.AdamW(parameters, lr=lr, **options)
 
 
-def watched(make=adamw, model=None, steps=0, loss_of=mlp_loss, **options):
+def watched(make: Any = adamw, model: Any = None, steps=0, loss_of: Any = mlp_loss, **options) -> Any:
     """A model, the MLP in bf16 where none is given, its optimizer, and a watch that measures each of the steps."""
     model = mlp() if model is None else model
     optimizer = make(model.parameters())
@@ -90,7 +90,7 @@ def mean_square(model, inputs):
     return model(inputs.to(next(model.parameters()).dtype)).float().square().mean()
 
 
-def train(model, optimizer, steps: int, loss_of=mlp_loss, start: int = 0, scheduler=None) -> list[float]:
+def train(model, optimizer, steps: int, loss_of: Any = mlp_loss, start: int = 0, scheduler=None) -> list[float]:
     losses = []
     for step in range(start, start + steps):
         optimizer.zero_grad()

@@ -5,6 +5,7 @@ import copy
 import operator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import bitsandbytes
 import msgspec
@@ -93,7 +94,7 @@ def test_stored_and_visible_are_told_apart(name):
     assert values["lost_visible_ratio"] > 0.2
 
 
-LATER = {
+LATER: dict[str, Any] = {
     "residual": partial(optimi.AdamW, lr=1e-3),
     "master": optimizers.Master,
     "whole tensors": partial(optimi.StableAdamW, lr=1e-3),

@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from typing import Any
 
 import bitsandbytes
 import pytest
@@ -21,7 +22,7 @@ def parameters():
     return [nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(4))]
 
 
-ELEMENTWISE = {
+ELEMENTWISE: dict[str, Any] = {
     "SparseAdam": torch.optim.SparseAdam,
     "AdamW rate 0": partial(torch.optim.AdamW, lr=0.0),
     "AdamW rate 1e-8": partial(torch.optim.AdamW, lr=1e-8),

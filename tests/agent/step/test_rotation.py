@@ -1,6 +1,7 @@
 """Whole tensors in rotation: u of optimizers that are not elementwise, compared with whole fp64 re-runs."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,8 @@ def test_a_skipped_step_costs_its_own_tensors_and_not_those_of_earlier_turns():
     def measured(skips):
         model, optimizer, handle = watched(partial(ScaledAdafactor, lr=1e-3))
         turns(handle, 5000)
-        taken, found = 0, {}
+        found: dict[str, Any] = {}
+        taken = 0
         while not any(value is not None for value in found.values()):
             optimizer.found_inf = torch.tensor(float(taken in skips))
             train(model, optimizer, 1, start=taken)

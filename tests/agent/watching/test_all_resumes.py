@@ -38,7 +38,7 @@ def averages(optimizer: Any) -> list[tuple[dict[str, Any], str]]:
     return [(state, key) for state in optimizer.state.values() for key in keys if key in state]
 
 
-def emptied(state: dict[str, Any], key: str) -> None:
+def emptied(state, key):
     for part in (key, f"{key}_low"):
         if part in state:
             state[part].zero_()
@@ -156,7 +156,7 @@ def distributed(model: Any, optimizer: Any, other: Any, another: Any, folder: An
 
 NONE: tuple[tuple[str, str], ...] = (("schedulefree", "distributed"), ("bitsandbytes", "safetensors"))
 """torch's own functions refuse the first; the states of the second are nested."""
-FORMS = {"pickled": pickled, "safetensors": in_safetensors, "distributed": distributed}
+FORMS: dict[str, Any] = {"pickled": pickled, "safetensors": in_safetensors, "distributed": distributed}
 WHOLE = [
     (way, dtype, form)
     for way in LOADS_WELL

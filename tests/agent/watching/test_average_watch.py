@@ -7,6 +7,7 @@ import sys
 import types
 import weakref
 from functools import partial
+from typing import Any
 
 import collage_agent as collage
 import pytest
@@ -83,7 +84,7 @@ def announced(handles, average, model, by, **said):
         handle.after(**said)
 
 
-AVERAGED = {
+AVERAGED: dict[str, Any] = {
     "AveragedModel, multi": partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
     "AveragedModel, one by one": partial(AveragedModel, avg_fn=get_ema_avg_fn(0.9)),
     "AveragedModel, SWA": AveragedModel,
@@ -267,7 +268,8 @@ def test_one_average_is_reported_and_one_that_is_passed_before_one_that_is_found
     found, passed, second = (AveragedModel(model) for _ in range(3))
     optimizer = adamw(model.parameters())
     watch = collage.watch(model, optimizer, every=1)
-    trained(model, 2, lambda: [one.update_parameters(model) for one in (found, second)], optimizer=optimizer)
+    for average in (found, second):
+        trained(model, 2, update_of(average, model), optimizer=optimizer)
     (first,) = watch.averages
     handle = collage.watch_average(passed, model)
     assert watch.averages == [handle]

@@ -3,6 +3,7 @@ what holds no numbers is said to hold none."""
 
 import logging
 from functools import partial
+from typing import Any
 
 import collage_agent as collage
 import pytest
@@ -181,13 +182,13 @@ def test_groups_and_optimizers_that_round_otherwise_are_told_apart(of_one, turne
     """Rounding at random in one made the other healthy, while it lost 98.8 % of its updates."""
     model = mlp(width=90)
     at_random, nearest = ("0", "2") if turned else ("2", "0")
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": list(model[int(at_random)].parameters()), "strategy": "split-master", "lr": 1e-3},
         {"params": list(model[int(nearest)].parameters()), "strategy": "plain", "lr": 1e-5},
     ]
     groups.sort(key=lambda group: group["params"][0] is not model[0].weight)
     optimizers = [CollageAdamW(groups)] if of_one else [CollageAdamW([group]) for group in groups]
-    handle = watch(model, optimizers, every=1, sample="all", budget=None)
+    handle: Any = watch(model, optimizers, every=1, sample="all", budget=None)
     for step in range(40):
         for optimizer in optimizers:
             train(model, optimizer, 1, start=step)
@@ -246,7 +247,7 @@ def test_optimizers_under_one_watch_are_described_together(of_layer_2, of_the_ot
         of_layer_2(model[2].parameters()),
         of_the_others([*model[0].parameters(), *model[4].parameters()]),
     ]
-    handle = watch(model, optimizers, every=1)
+    handle: Any = watch(model, optimizers, every=1)
     for optimizer in optimizers:
         train(model, optimizer, 1)
     assert {key: getattr(handle.info.fingerprint, key) for key in seen} == seen
