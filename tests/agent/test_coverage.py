@@ -41,12 +41,6 @@ def check(common, rare, at_least):
         assert rare[1].share(metric) >= 0.93, seen
 
 
-@pytest.mark.nightly
-def test_intervals_of_a_byte_gpt_and_of_an_embedding_of_rare_rows():
-    options = {"draws": 50, "measured": 4}
-    check(plain(sample=2048, **options), embedding(sample=4096, **options), at_least=2000)
-
-
 @pytest.mark.parametrize("draws", [10, pytest.param(30, marks=pytest.mark.nightly)])
 def test_intervals_of_what_the_forward_pass_sees_of_pairs(draws):
     training = byte_gpt()
@@ -61,6 +55,6 @@ def test_intervals_of_what_the_forward_pass_sees_of_pairs(draws):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("sample", [1024, 2048, 4096])
-def test_intervals_of_many_draws(sample):
+def test_intervals_of_a_byte_gpt_and_of_an_embedding_of_rare_rows(sample):
     options = {"draws": 200, "measured": 6}
     check(plain(sample=sample, **options), embedding(sample=max(sample, 2048), **options), at_least=10_000)

@@ -20,6 +20,7 @@ from collage_optim import STRATEGIES, CollageAdamW
 
 from tests.agent.step.test_measurer import totals_of
 from tests.agent.training import adamw, mlp, train
+from tests.agent.training import watched as begun
 from tests.agent.watching.test_average_watch import announced, assert_told, in_fp64
 from tests.optim.models import give_gradients, parameters, tensors_of
 from tests.optim.with_triton import assert_same_sums
@@ -173,10 +174,7 @@ def waiting_is_listened_to():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_measured_steps_wait_for_nothing(name):
-    model = mlp().cuda()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    handle = watch(model, optimizer, **WATCHING)
-    train(model, optimizer, 3, device_loss)
+    model, optimizer, handle = begun(OPTIMIZERS[name], mlp().cuda(), 3, device_loss, **WATCHING)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-2)
     with waiting_is_listened_to() as waited:
@@ -188,10 +186,8 @@ def test_measured_steps_wait_for_nothing(name):
 
 
 def test_a_loss_scaler_s_skipped_steps_are_counted():
-    model = mlp(dtype=torch.float32).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    model, optimizer, handle = begun(partial(adamw, fused=True), mlp(dtype=torch.float32).cuda())
     scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
-    handle = watch(model, optimizer, every=1, budget=None)
     for step in range(6):
         optimizer.zero_grad()
         x = torch.randn(16, 30, generator=torch.Generator().manual_seed(step)).cuda()

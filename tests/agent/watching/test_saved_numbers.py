@@ -102,17 +102,6 @@ def scaled(model, optimizer):
         model[0].weight.mul_(1.25)
 
 
-def rounded_states(model, optimizer):
-    for state in optimizer.state.values():
-        for key in ("exp_avg", "exp_avg_sq"):
-            state[key] = state[key].to(BF16).to(state[key].dtype)
-
-
-def emptied(model, optimizer):
-    for state in optimizer.state.values():
-        state["exp_avg"].zero_()
-
-
 @pytest.mark.drawn(by=lambda spoil, kind, **_: (spoil, kind))
 @pytest.mark.parametrize(
     ("spoil", "weights", "states", "far"),
@@ -120,22 +109,17 @@ def emptied(model, optimizer):
         (one_bit, ["2.weight"], [], (0.0, 0.01)),
         (scaled, ["0.weight"], [], (0.249, 0.251)),
         (lambda model, own: own.state[model[0].bias]["exp_avg_sq"].mul_(4), [], ["0.bias"], (2.99, 3.01)),
-        (rounded_states, [], ["0.bias", "0.weight", "2.bias", "2.weight"], (1e-5, 4e-3)),
-        (emptied, [], ["0.bias", "0.weight", "2.bias", "2.weight"], (0.99, 1.01)),
     ],
 )
 @pytest.mark.parametrize(("kind", "seed"), [("AdamW", 0), ("AdamW", 3), ("AdamW, bf16", 1)])
 def test_what_differs_is_named_and_how_far(tmp_path, spoil, weights, states, far, kind, seed):
-    if spoil is rounded_states and kind != "AdamW":
-        states, far = [], (0.0, 0.0)
     job = Job(tmp_path, kind, seed)
     job.launch(0, 6)
     found, _, _ = job.launch(6, 7, spoil=spoil)
     assert sorted(found.weights.layers) == weights
-    each = 2 if spoil is rounded_states else 1
-    assert found.states.differing == each * len(states)
-    assert set(found.states.layers) <= set(states)
-    assert ("bit for bit" in str(found)) == (not weights and not states)
+    assert found.states.differing == len(states)
+    assert [*found.states.layers] == states
+    assert "bit for bit" not in str(found)
     assert far[0] <= found.distance <= far[1]
     assert "step 6" in str(found)
 

@@ -202,26 +202,6 @@ def test_groups_and_optimizers_that_round_otherwise_are_told_apart(of_one, turne
     assert "one step misjudges stochastic rounding" in str(handle)
 
 
-@pytest.mark.slow
-def test_layers_that_round_at_random_beside_a_larger_optimizer_are_no_false_alarm():
-    """fp32 AdamW, the larger, and a stochastic one: "41 % of the updates are rounded away"."""
-    model = mlp(width=90)
-    model[2].float()
-    optimizers = [
-        adamw(model[2].parameters()),
-        CollageAdamW([*model[0].parameters(), *model[4].parameters()], lr=1e-5, strategy="stochastic"),
-    ]
-    handle = watch(model, optimizers, every=1, sample="all", budget=None)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(40):
-        for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert handle.summary()["layers"]["4.weight"]["lost_update_ratio"] > 0.5
-    assert handle.judgement().health == "healthy", handle.judgement().text
-
-
 @pytest.mark.parametrize(
     ("of_layer_2", "of_the_others", "seen"),
     [
