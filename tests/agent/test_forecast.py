@@ -134,10 +134,9 @@ def test_a_handle_foretells_in_words_along_a_text_or_a_function_but_not_for_floa
     assert str(by_text).endswith("and weights and optimizer states as there.")
     with pytest.raises(ValueError, match="kinds are"):
         handle.forecast("exponential:1e-3:0:1000")
-    wide = watched(model=mlp(dtype=torch.float32))
-    train(*wide[:2], 5)
+    wide = watched(model=mlp(dtype=torch.float32), steps=5)[2]
     with pytest.raises(ForecastError, match="weights are float32"):
-        wide[2].forecast("constant:1e-3:0:1000")
+        wide.forecast("constant:1e-3:0:1000")
 
 
 def test_what_a_forecast_needs_is_kept_in_bounded_memory():
