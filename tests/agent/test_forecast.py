@@ -24,29 +24,20 @@ AT_RANDOM = ("stochastic", "split-master")
 """What rounds at random: judged by EDQ, not by what single steps lose."""
 
 
-class Block(nn.Module):
+class Block(nn.Sequential):
+    """Adds what its layers make of the inputs."""
+
     def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.widen = nn.Linear(width, 2 * width)
-        self.narrow = nn.Linear(2 * width, width)
+        super().__init__(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
     def forward(self, x):
-        return x + self.narrow(nn.functional.gelu(self.widen(self.norm(x))))
+        return x + super().forward(x)
 
 
-class NextToken(nn.Module):
+def next_token(width=32, tokens=64):
     """The distribution of a token after the last one, by residual blocks."""
-
-    def __init__(self, width=32, tokens=64):
-        super().__init__()
-        self.token = nn.Embedding(tokens, width)
-        self.blocks = nn.Sequential(Block(width), Block(width))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, tokens)
-
-    def forward(self, tokens):
-        return self.head(self.norm(self.blocks(self.token(tokens))))
+    token, blocks = nn.Embedding(tokens, width), [Block(width), Block(width)]
+    return nn.Sequential(token, *blocks, nn.LayerNorm(width), nn.Linear(width, tokens))
 
 
 class Lost:
@@ -86,7 +77,7 @@ def trained(schedule, seed, strategy, steps):
     after = (2 * torch.randn(64, 64, generator=generator)).softmax(-1)
     lost, planned, forecast = Lost(strategy), parse_schedule(schedule), None
     make = partial(CollageAdamW, lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, strategy=strategy)
-    model, optimizer, handle = watched(make, NextToken().bfloat16(), every=EVERY, reporter=lost)
+    model, optimizer, handle = watched(make, next_token().bfloat16(), every=EVERY, reporter=lost)
     for step in range(1, steps + 1):
         tokens = torch.randint(0, 64, (32,), generator=generator)
         wanted = torch.multinomial(after[tokens], 1, generator=generator)[:, 0]

@@ -12,23 +12,6 @@ from tests.agent.test_watch import Recorder
 from tests.agent.training import backward, mlp, train, watched
 
 
-class Companion:
-    """fp64 copies of all weights, stepped by their own torch optimizer with the live gradients."""
-
-    def __init__(self, model, make):
-        self.live = list(model.parameters())
-        self.start = [p.detach().double().clone() for p in self.live]
-        self.twins = [torch.nn.Parameter(start.clone()) for start in self.start]
-        self.optimizer = make(self.twins)
-
-    def step(self):
-        before = [twin.detach().clone() for twin in self.twins]
-        for twin, live in zip(self.twins, self.live, strict=True):
-            twin.grad = live.grad.detach().double()
-        self.optimizer.step()
-        return [twin.detach() - old for twin, old in zip(self.twins, before, strict=True)]
-
-
 def flat(tensors):
     return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
 
@@ -44,16 +27,21 @@ def flat(tensors):
     ids=["AdamW", "SGD", "NAdam"],
 )
 def test_the_oracle_is_an_fp64_optimizer_fed_the_same_gradients(make):
+    """fp64 copies of all weights are stepped by an optimizer of their own with the live gradients."""
     model, optimizer, handle = watched(make, mlp(width=30), oracle=True)
-    companion = Companion(model, make)
+    live = list(model.parameters())
+    start, twins = flat(live), [torch.nn.Parameter(own.detach().double()) for own in live]
+    companion = make(twins)
     for step in range(12):
         backward(model, step)
-        before = flat(model.parameters())
-        o = flat(companion.step())
+        for twin, own in zip(twins, live, strict=True):
+            twin.grad = own.grad.double()
+        before = flat(twins), flat(live)
+        companion.step()
         optimizer.step()
-        e = flat(model.parameters()) - before
+        o, e = flat(twins) - before[0], flat(live) - before[1]
     values = handle.summary()["model"]
-    ours, theirs = flat(companion.twins) - flat(companion.start), flat(model.parameters()) - flat(companion.start)
+    ours, theirs = flat(twins) - start, flat(live) - start
     assert values["oracle_steps"] == 12
     assert values["edq_oracle_ratio"] == pytest.approx(float(o @ e / (o @ o)), rel=1e-8)
     assert values["oracle_displacement_ratio"] == pytest.approx(float(ours @ theirs / (ours @ ours)), rel=1e-8)
