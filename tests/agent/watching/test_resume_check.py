@@ -177,7 +177,8 @@ def kinds_of(handle):
 @pytest.mark.parametrize("before", [0, 5])
 @pytest.mark.parametrize("make", FRESH.values(), ids=FRESH)
 def test_nothing_is_said_of_a_resume_where_nothing_was_loaded(make, before, dtype):
-    assert kinds_of(looked_at(*begun(make, before, dtype), count=2)) == []
+    model, optimizer = begun(make, before, dtype)
+    assert kinds_of(looked_at(model, optimizer, 2)) == []
 
 
 @pytest.mark.parametrize("count", [0, torch.zeros(())])
