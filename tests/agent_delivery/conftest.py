@@ -3,8 +3,9 @@
 import pytest
 from collage_agent.error_guard import raise_in_tests
 from collage_agent.session import _SESSION
+from collage_agent.transport import MemoryTransport
 
-from tests.agent_delivery.doubles import ServerDouble
+from tests.agent_delivery.doubles import ServerDouble, make_run
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +32,14 @@ def server():
     double = ServerDouble()
     yield double
     double.close()
+
+
+@pytest.fixture
+def transport():
+    return MemoryTransport()
+
+
+@pytest.fixture
+def run(tmp_path, transport):
+    """A run into the transport."""
+    return make_run(tmp_path, transport)

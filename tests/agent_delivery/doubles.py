@@ -53,7 +53,8 @@ def settings(folder, *, limits=QUICK, **arguments):
 
 def make_run(folder, transport=None, *, limits=QUICK, **arguments):
     chosen = settings(folder, limits=limits, **arguments)
-    return Run(chosen, make_identity(chosen.run_id, environment=NO_ENVIRONMENT), transport)
+    identity = make_identity(chosen.run_id, environment=NO_ENVIRONMENT, role=chosen.second_role)
+    return Run(chosen, identity, transport)
 
 
 def arrived(folder):
@@ -61,6 +62,29 @@ def arrived(folder):
     transport = MemoryTransport()
     send_folder(folder, transport, 0.0)
     return transport
+
+
+def of_kind(transport, kind):
+    return [message for message in transport.messages if isinstance(message, kind)]
+
+
+def log_steps(run, first, last):
+    for step in range(first, last + 1):
+        run.log({"loss": 1.0}, step=step)
+
+
+class Scripted(MemoryTransport):
+    """Raises what its script says for the next messages, None where it takes one."""
+
+    def __init__(self, *script):
+        super().__init__()
+        self.script = list(script)
+
+    def send(self, envelope, wait):
+        error = self.script.pop(0) if self.script else None
+        if error is not None:
+            raise error
+        return super().send(envelope, wait)
 
 
 class ServerDouble:

@@ -5,7 +5,6 @@ import copy
 import collage_agent as collage
 import pytest
 import torch
-from collage_agent.transport import MemoryTransport
 from collage_server.app import create_app
 from collage_server.settings import Settings
 from starlette.testclient import TestClient
@@ -13,6 +12,7 @@ from torch import nn
 
 from collage_monitor import wire
 from collage_monitor.wire import AttemptCreate, StreamCreate
+from tests.agent_delivery.doubles import of_kind
 
 _PATHS = {
     "run": "/api/v1/projects/{project}/runs",
@@ -56,6 +56,13 @@ def application(tmp_path):
         yield Application(client)
 
 
+@pytest.fixture
+def transport(transport):
+    """What a run that has begun reports to."""
+    collage.init(transport=transport)
+    return transport
+
+
 class Training:
     """A small training with a checkpoint of everything."""
 
@@ -88,8 +95,9 @@ class Training:
 
 
 def attempts(transport):
-    created = [message for message in transport.messages if isinstance(message, AttemptCreate)]
-    return [attempt.first_step for attempt in created]
+    """The first steps of the run's attempts, once it has ended."""
+    collage.finish()
+    return [attempt.first_step for attempt in of_kind(transport, AttemptCreate)]
 
 
 def went_back(training, how):
@@ -134,19 +142,13 @@ def test_totals_after_going_back_are_those_of_a_run_that_did_not(application, ho
 
 
 @pytest.mark.slow
-def test_all_ranks_call_the_new_launch_alike_and_streams_differ():
-    transport = MemoryTransport()
-    collage.init(transport=transport)
+def test_all_ranks_call_the_new_launch_alike_and_streams_differ(transport):
     went_back(Training(), "removed")
     run = collage.current_run()
     assert run is not None
     collage.finish()
-    launches = list(
-        dict.fromkeys(message.launch_id for message in transport.messages if isinstance(message, AttemptCreate))
-    )
-    streams = {
-        message.stream_id: message.launch_id for message in transport.messages if isinstance(message, StreamCreate)
-    }
+    launches = list(dict.fromkeys(message.launch_id for message in of_kind(transport, AttemptCreate)))
+    streams = {message.stream_id: message.launch_id for message in of_kind(transport, StreamCreate)}
     assert list(streams.values()) == launches
     assert len(launches) == len(streams) == 2
     again = {envelope.stream_id for envelope in transport.envelopes if envelope.report_count}
@@ -154,36 +156,28 @@ def test_all_ranks_call_the_new_launch_alike_and_streams_differ():
     assert run.reports_made == run.reports_sent == len(transport.reports) == 20
 
 
-def test_watching_on_without_going_back_stays_in_the_attempt():
-    transport = MemoryTransport()
-    collage.init(transport=transport)
+def test_watching_on_without_going_back_stays_in_the_attempt(transport):
     training = Training()
     handle = training.watch()
     training.take(5)
     handle.remove()
     training.watch()
     training.take(5)
-    collage.finish()
     assert attempts(transport) == [1]
     assert [report.step for report in transport.reports] == list(range(1, 11))
 
 
-def test_a_second_model_that_begins_later_opens_no_attempt():
-    transport = MemoryTransport()
-    collage.init(transport=transport)
+def test_a_second_model_that_begins_later_opens_no_attempt(transport):
     generator, critic = Training(), Training(torch.optim.SGD)
     generator.watch()
     generator.take(5)
     critic.watch()
     critic.take(3)
-    collage.finish()
     assert attempts(transport) == [1]
 
 
 @pytest.mark.slow
-def test_a_model_of_the_same_kind_that_begins_later_or_steps_beside_opens_no_attempt():
-    transport = MemoryTransport()
-    collage.init(transport=transport)
+def test_a_model_of_the_same_kind_that_begins_later_or_steps_beside_opens_no_attempt(transport):
     first, fresh, beside = Training(), Training(), Training()
     first.watch()
     first.take(5)
@@ -194,26 +188,20 @@ def test_a_model_of_the_same_kind_that_begins_later_or_steps_beside_opens_no_att
     first.take(1)
     fresh.take(1)
     beside.take(2)
-    collage.finish()
     assert attempts(transport) == [1]
 
 
-def test_two_watches_of_one_optimizer_open_no_attempt():
-    transport = MemoryTransport()
-    collage.init(transport=transport)
+def test_two_watches_of_one_optimizer_open_no_attempt(transport):
     training = Training(torch.optim.SGD)
     training.watch(layers="weight")
     training.take(3)
     training.watch(layers="bias")
     training.take(3)
-    collage.finish()
     assert attempts(transport) == [1]
 
 
 @pytest.mark.slow
-def test_two_models_that_go_back_together_open_one_attempt():
-    transport = MemoryTransport()
-    collage.init(transport=transport)
+def test_two_models_that_go_back_together_open_one_attempt(transport):
     pair = [Training(), Training(torch.optim.Adam)]
     handles = [training.watch() for training in pair]
     for training in pair:
@@ -228,18 +216,13 @@ def test_two_models_that_go_back_together_open_one_attempt():
     for _ in range(5):
         for training in pair:
             training.take(1)
-    collage.finish()
     assert attempts(transport) == [1, 6]
-    stream = [message for message in transport.messages if isinstance(message, StreamCreate)][-1]
-    assert len(stream.layers) == 8
+    assert len(of_kind(transport, StreamCreate)[-1].layers) == 8
 
 
 @pytest.mark.slow
-def test_one_optimizer_for_each_parameter_opens_no_attempt():
-    transport = MemoryTransport()
-    collage.init(transport=transport)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(torch.bfloat16)
+def test_one_optimizer_for_each_parameter_opens_no_attempt(transport):
+    model = Training().model
     optimizers = [torch.optim.SGD([parameter], lr=1e-3) for parameter in model.parameters()]
     for number, optimizer in enumerate(optimizers):
         if number % 2:
@@ -249,5 +232,4 @@ def test_one_optimizer_for_each_parameter_opens_no_attempt():
         model(torch.randn(4, 8, dtype=torch.bfloat16)).float().square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
-    collage.finish()
     assert attempts(transport) == [1]

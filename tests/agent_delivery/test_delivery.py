@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from collage_agent.transport import MemoryTransport, report_log
+from collage_agent.transport import report_log
 from collage_agent.transport.envelope import Envelope
 from collage_agent.transport.report_counts import ReportCounts
 from collage_agent.transport.report_log import ReportLog
@@ -11,7 +11,7 @@ from collage_agent.transport.sender import Sender
 
 from collage_monitor.errors import NotAuthorised, NotFound, ServerRefusal, ServerUnreachable, Unavailable
 from collage_monitor.wire import Report, ReportBatch, ReportGap, RunCreate
-from tests.agent_delivery.doubles import QUICK, arrived, make_run
+from tests.agent_delivery.doubles import QUICK, Scripted, arrived, log_steps, make_run, of_kind
 from tests.agent_delivery.stepped import RUN_ID, Clock, Disk, Process, patch_surroundings
 from tests.agent_delivery.unreliable import UnreliableServer
 from tests.waiting import until
@@ -19,8 +19,7 @@ from tests.waiting import until
 HASTY = replace(QUICK, first_pause_seconds=0.001, longest_pause_seconds=0.002, linger_seconds=0.0, batch_reports=3)
 
 
-def test_what_gave_way_to_a_record_that_could_not_be_written_is_counted(tmp_path, monkeypatch):
-    transport = MemoryTransport()
+def test_what_gave_way_to_a_record_that_could_not_be_written_is_counted(tmp_path, transport, monkeypatch):
     stream = Stream(tmp_path, transport, 0, spooled=True, spool_bytes=4_000)
     stream.held = True
     shorten, write = ReportLog._shorten, report_log._write_all
@@ -62,14 +61,18 @@ def test_torn_spools_of_the_same_run_do_not_keep_what_the_run_has(tmp_path, monk
 
 
 def gaps_of(transport):
-    return [gap for message in transport.messages if isinstance(message, ReportBatch) for gap in message.gaps]
+    return [gap for batch in of_kind(transport, ReportBatch) for gap in batch.gaps]
+
+
+def batch_of(first, count):
+    return [Report(seq=seq, step=seq, time=1.0, scalars={"loss": 1.0}) for seq in range(first, first + count)]
 
 
 def test_a_damaged_spool_arrives_without_what_was_damaged(tmp_path):
     run = make_run(tmp_path, limits=replace(HASTY, batch_reports=1), mode="offline")
     run.started(1)
     for step in range(1, 11):
-        run.log({"loss": 1.0}, step=step)
+        log_steps(run, step, step)
         until(lambda step=step: run.reports_spooled == step)
     run.finish()
     (path,) = tmp_path.glob("spool/*/*.spool")
@@ -81,20 +84,6 @@ def test_a_damaged_spool_arrives_without_what_was_damaged(tmp_path):
     assert (gap.first_seq, gap.reason) == (gap.last_seq, "spool_damaged")
     assert sorted([report.seq for report in calm.reports] + [gap.first_seq]) == list(range(10))
     assert list(tmp_path.glob("spool/*")) == []
-
-
-class Scripted(MemoryTransport):
-    """Raises what its script says for the next messages, None where it takes one."""
-
-    def __init__(self, *script):
-        super().__init__()
-        self.script = list(script)
-
-    def send(self, envelope, wait):
-        error = self.script.pop(0) if self.script else None
-        if error is not None:
-            raise error
-        return super().send(envelope, wait)
 
 
 class Stream:
@@ -109,13 +98,12 @@ class Stream:
         self.sender = Sender(transport, log, QUICK, held=lambda: self.held, clock=lambda: 0.0)
         self.send(RunCreate(run_id="run"))
         for first in range(0, reports, 4):
-            batch = [Report(seq=seq, step=seq, time=1.0, scalars={"loss": 1.0}) for seq in range(first, first + 4)]
-            self.send(ReportBatch(reports=batch))
+            self.send(ReportBatch(reports=batch_of(first, 4)))
         self.held = False
 
     def report(self, seq):
         self.counts.add()
-        self.send(ReportBatch(reports=[Report(seq=seq, step=seq, time=1.0, scalars={"loss": 1.0})]))
+        self.send(ReportBatch(reports=batch_of(seq, 1)))
 
     def send(self, body):
         self.sender.take(Envelope("project", "run", "stream", body))
@@ -133,6 +121,7 @@ class Stream:
 
 TOO_LONG = ServerRefusal("too long", status=413)
 LOST = NotFound("no such stream", status=404)
+DELETED = NotFound("deleted", status=410)
 LATER = [
     ServerUnreachable("connection lost"),
     Unavailable("busy", status=503),
@@ -168,8 +157,7 @@ def test_gaps_of_a_batch_that_is_sent_in_halves_arrive_once(tmp_path, later):
     transport = Scripted(None, TOO_LONG, *[Unavailable("busy", status=503)] * later)
     stream = Stream(tmp_path, transport, 0, spooled=False)
     stream.counts.add(4)
-    batch = [Report(seq=seq, step=seq, time=1.0, scalars={"loss": 1.0}) for seq in range(4, 8)]
-    stream.send(ReportBatch(reports=batch, gaps=[gap]))
+    stream.send(ReportBatch(reports=batch_of(4, 4), gaps=[gap]))
     assert stream.sender.drain(now=True) == later
     assert stream.arrived == [4, 5, 6, 7]
     assert gaps_of(transport) == [gap]
@@ -188,22 +176,18 @@ def test_a_server_that_lost_the_stream_and_is_busy_is_told_later(tmp_path, error
 
 
 @pytest.mark.parametrize(
-    ("script", "reason"), [([LOST], "refused_404"), ([None, LOST], "refused_404")], ids=["run", "reports"]
+    ("script", "arrive", "dropped"),
+    [
+        ([LOST, LOST], range(4, 8), {"refused_404": 4}),
+        ([LOST, None, LOST], range(4, 8), {"refused_404": 4}),
+        ([TOO_LONG, DELETED], [], {"run_deleted": 8}),
+        ([LOST, None, TOO_LONG], range(8), {}),
+    ],
+    ids=["the run is not taken again", "nor its reports", "deleted, half-way", "in halves, once told again"],
 )
-def test_a_server_that_does_not_take_the_stream_again_refuses_its_reports(tmp_path, script, reason):
-    stream = Stream(tmp_path, Scripted(None, LOST, *script), 8, spooled=False)
-    assert stream.places == {"pending": 0, "spooled": 0, "sent": 4, reason: 4}
-    assert stream.arrived == [4, 5, 6, 7]
-    assert gaps_of(stream.transport) == [ReportGap(first_seq=0, last_seq=3, reason=reason)]
-
-
-def test_nothing_is_sent_once_half_a_batch_has_heard_that_the_run_was_deleted(tmp_path):
-    stream = Stream(tmp_path, Scripted(None, TOO_LONG, NotFound("deleted", status=410)), 8, spooled=False)
-    assert stream.arrived == []
-    assert stream.places == {"pending": 0, "spooled": 0, "sent": 0, "run_deleted": 8}
-
-
-def test_reports_found_too_long_after_the_stream_was_told_again_go_in_halves(tmp_path):
-    stream = Stream(tmp_path, Scripted(None, LOST, None, TOO_LONG), 8, spooled=False)
-    assert stream.arrived == list(range(8))
-    assert stream.places == {"pending": 0, "spooled": 0, "sent": 8}
+def test_what_a_server_does_not_take_in_the_end_is_dropped_and_told(tmp_path, script, arrive, dropped):
+    stream = Stream(tmp_path, Scripted(None, *script), 8, spooled=False)
+    assert stream.arrived == list(arrive)
+    assert stream.places == {"pending": 0, "spooled": 0, "sent": len(arrive), **dropped}
+    gaps = [ReportGap(first_seq=0, last_seq=3, reason=reason) for reason in dropped if arrive]
+    assert gaps_of(stream.transport) == gaps

@@ -1,11 +1,10 @@
 """Delivery over real HTTP to a server that answers, refuses, stalls, lies or is not there."""
 
-import socket
-
 import pytest
 
 from collage_monitor.wire import AttemptCreate, ReportBatch, ReportGap, decode_batch, decode_message
-from tests.agent_delivery.doubles import ServerDouble, make_run, measurement
+from tests.agent_delivery.doubles import ServerDouble, log_steps, make_run, measurement
+from tests.ports import free_port
 from tests.waiting import until
 
 
@@ -13,24 +12,56 @@ def spools(folder):
     return sorted(folder.glob("spool/*/*.spool"))
 
 
-def log_steps(run, first, last):
-    for step in range(first, last + 1):
-        run.log({"loss": 1.0 / step}, step=step)
+def begun(folder, server):
+    """A run whose first step has arrived."""
+    run = make_run(folder, server_url=server.url)
+    run.started(1)
+    log_steps(run, 1, 1)
+    until(lambda: run.reports_sent == 1)
+    return run
+
+
+def left_behind(folder, steps, **arguments):
+    """A run that found no server and left its steps on disk."""
+    run = make_run(folder, server_url=f"http://127.0.0.1:{free_port()}", **arguments)
+    run.measured(measurement(1))
+    log_steps(run, 2, steps)
+    run.finish()
+    return run
+
+
+@pytest.fixture
+def batches(server, monkeypatch):
+    """The batches that arrive; the server rejects the report 0, the first of all."""
+    arrived: list[ReportBatch] = []
+
+    def reject_first(path, body):
+        answer = plain(path, body)
+        if not path.endswith("/reports"):
+            return answer
+        arrived.append(decode_batch(body))
+        if arrived[-1].reports[0].seq:
+            return answer
+        entry = {"index": 0, "seq": 0, "code": "past_horizon", "message": "step 1 came too late"}
+        return answer | {"accepted": answer["accepted"] - 1, "rejected": [entry]}
+
+    plain = server.store
+    monkeypatch.setattr(server, "store", reject_first)
+    return arrived
 
 
 def test_messages_take_their_routes_with_the_token(tmp_path, server):
     run = make_run(tmp_path, server_url=server.url, token="secret-token", project="my project")
     run.measured(measurement(1))
     run.finish()
-    methods_and_paths = [(method, path) for method, path, _, _ in server.requests]
-    stream = methods_and_paths[4][1].split("/")[4]
-    assert methods_and_paths == [
-        ("POST", "/api/v1/projects/my%20project/runs"),
-        ("POST", f"/api/v1/runs/{run.run_id}/attempts"),
-        ("POST", f"/api/v1/runs/{run.run_id}/streams"),
-        ("POST", f"/api/v1/runs/{run.run_id}/streams"),
-        ("POST", f"/api/v1/streams/{stream}/reports"),
-        ("PATCH", f"/api/v1/runs/{run.run_id}"),
+    asked = [f"{method} {path.removeprefix('/api/v1/')}" for method, path, _, _ in server.requests]
+    stream = asked[4].split("/")[1]
+    assert asked == [
+        "POST projects/my%20project/runs",
+        f"POST runs/{run.run_id}/attempts",
+        *[f"POST runs/{run.run_id}/streams"] * 2,
+        f"POST streams/{stream}/reports",
+        f"PATCH runs/{run.run_id}",
     ]
     headers = [{name.lower(): value for name, value in headers.items()} for _, _, headers, _ in server.requests]
     assert {entry["authorization"] for entry in headers} == {"Bearer secret-token"}
@@ -62,10 +93,7 @@ def test_the_token_shows_nowhere(tmp_path, server, caplog, capsys):
     "trouble", [500, 503, (429, (("Retry-After", "0.02"),)), "garbage", "hang", "cut", 302, 408]
 )
 def test_passing_trouble_loses_and_doubles_nothing(tmp_path, server, trouble):
-    run = make_run(tmp_path, server_url=server.url)
-    run.started(1)
-    run.log({"loss": 1.0}, step=1)
-    until(lambda: len(server.steps()) == 1)
+    run = begun(tmp_path, server)
     server.script = [trouble, None, trouble]
     log_steps(run, 2, 4)
     until(lambda: len(server.steps()) == 4)
@@ -87,14 +115,11 @@ def test_retry_after_is_respected(tmp_path, server):
 
 @pytest.mark.parametrize("status", [400, 409, 413, 422])
 def test_a_refused_report_is_dropped_and_counted_and_told_as_a_gap(tmp_path, server, status, caplog):
-    run = make_run(tmp_path, server_url=server.url)
-    run.started(1)
-    run.log({"loss": 1.0}, step=1)
-    until(lambda: run.reports_sent == 1)
+    run = begun(tmp_path, server)
     server.script = [status]
-    run.log({"loss": 1.0}, step=2)
+    log_steps(run, 2, 2)
     until(lambda: run.reports_dropped == {f"refused_{status}": 1})
-    run.log({"loss": 1.0}, step=3)
+    log_steps(run, 3, 3)
     run.finish()
     assert sorted(set(server.steps())) == [1, 3]
     assert caplog.text.count("as the script says") == 1
@@ -104,36 +129,25 @@ def test_a_refused_report_is_dropped_and_counted_and_told_as_a_gap(tmp_path, ser
 
 
 def test_a_server_that_lost_the_stream_is_told_again_and_the_log_tells_once(tmp_path, server, caplog):
-    run = make_run(tmp_path, server_url=server.url)
-    run.started(1)
-    run.log({"loss": 1.0}, step=1)
-    until(lambda: run.reports_sent == 1)
+    run = begun(tmp_path, server)
     asked = len(server.requests)
     for step in (2, 3):
         server.script = [404]
-        run.log({"loss": 1.0}, step=step)
+        log_steps(run, step, step)
         until(lambda step=step: run.reports_sent == step)
     run.finish()
-    assert [path.rsplit("/", 1)[1] for path in server.paths[asked : asked + 5]] == [
-        "reports",
-        "runs",
-        "attempts",
-        "streams",
-        "reports",
-    ]
+    again = [path.rsplit("/", 1)[1] for path in server.paths[asked : asked + 5]]
+    assert again == ["reports", "runs", "attempts", "streams", "reports"]
     assert caplog.text.count("what it had acknowledged before may be missing there") == 1
 
 
 def test_a_deleted_run_stops_sending(tmp_path, server, caplog):
-    run = make_run(tmp_path, server_url=server.url)
-    run.started(1)
-    run.log({"loss": 1.0}, step=1)
-    until(lambda: run.reports_sent == 1)
+    run = begun(tmp_path, server)
     server.script = [410]
-    run.log({"loss": 1.0}, step=2)
+    log_steps(run, 2, 2)
     until(lambda: run.reports_dropped == {"run_deleted": 1})
     asked = len(server.requests)
-    run.log({"loss": 1.0}, step=3)
+    log_steps(run, 3, 3)
     run.finish()
     assert len(server.requests) == asked
     assert run.reports_dropped["run_deleted"] >= 2
@@ -168,55 +182,27 @@ def test_without_a_valid_token_reports_wait_on_disk(tmp_path, server, status, ca
     assert sorted(server.steps()) == [1, 2, 3]
 
 
-def test_rejected_reports_are_counted_and_their_neighbours_kept(tmp_path, server, monkeypatch, caplog):
-    def reject_odd(path, body):
-        answer = plain(path, body)
-        if not answer or not answer["accepted"]:
-            return answer
-        entry = {"index": 0, "seq": 0, "code": "bad_value", "message": "the first one is bad"}
-        return answer | {"accepted": answer["accepted"] - 1, "rejected": [entry]}
-
-    plain = server.store
-    monkeypatch.setattr(server, "store", reject_odd)
+def test_rejected_reports_are_counted_and_their_neighbours_kept(tmp_path, server, batches, caplog):
     run = make_run(tmp_path, server_url=server.url)
     log_steps(run, 1, 3)
     run.finish()
-    total = run.reports_sent + run.reports_dropped["rejected"]
-    assert total == len(server.steps())
-    assert "the first one is bad" in caplog.text
+    assert run.reports_dropped == {"rejected": 1}
+    assert run.reports_sent + 1 == len(server.steps())
+    assert "step 1 came too late" in caplog.text
 
 
-def test_a_rejected_report_is_told_as_a_gap_with_the_next_batch(tmp_path, server, monkeypatch):
-    def reject_first(path, body):
-        answer = plain(path, body)
-        if not path.endswith("/reports"):
-            return answer
-        batches.append(decode_batch(body))
-        if batches[-1].reports[0].seq:
-            return answer
-        entry = {"index": 0, "seq": 0, "code": "past_horizon", "message": "step 1 came too late"}
-        return answer | {"accepted": answer["accepted"] - 1, "rejected": [entry]}
-
-    batches: list[ReportBatch] = []
-    plain = server.store
-    monkeypatch.setattr(server, "store", reject_first)
+def test_a_rejected_report_is_told_as_a_gap_with_the_next_batch(tmp_path, server, batches):
     run = make_run(tmp_path, server_url=server.url)
     run.started(1)
     log_steps(run, 1, 1)
     until(lambda: run.reports_dropped == {"rejected": 1})
     log_steps(run, 2, 2)
     run.finish()
-    assert [(gap.first_seq, gap.last_seq, gap.reason) for gap in batches[-1].gaps] == [(0, 0, "rejected")]
+    assert batches[-1].gaps == [ReportGap(first_seq=0, last_seq=0, reason="rejected")]
 
 
 def test_an_absent_server_costs_nothing_and_the_next_run_delivers_once(tmp_path, server, capsys):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        absent = f"http://127.0.0.1:{free.getsockname()[1]}"
-    run = make_run(tmp_path, server_url=absent, name="first")
-    run.measured(measurement(1))
-    log_steps(run, 2, 20)
-    run.finish()
+    run = left_behind(tmp_path, 20, name="first")
     printed = capsys.readouterr()
     assert "collage-monitor up" in printed.err
     assert f"run first: 20 reports wait in {tmp_path}/spool/{run.run_id}" in printed.out
@@ -224,15 +210,9 @@ def test_an_absent_server_costs_nothing_and_the_next_run_delivers_once(tmp_path,
     later = make_run(tmp_path, server_url=server.url)
     later.finish()
     assert sorted(server.steps()) == list(range(1, 21))
-    first = [path for path in server.paths if run.run_id in path or path.endswith(("/runs", "/reports"))]
-    assert [path.rsplit("/", 1)[1] for path in first][1:] == [
-        "runs",
-        "attempts",
-        "streams",
-        "streams",
-        *["reports"] * (len(first) - 6),
-        run.run_id,
-    ]
+    paths = [path for path in server.paths if run.run_id in path or path.endswith(("/runs", "/reports"))]
+    _, *first = [path.rsplit("/", 1)[1] for path in paths]
+    assert first == ["runs", "attempts", "streams", "streams", *["reports"] * (len(first) - 5), run.run_id]
     assert spools(tmp_path) == []
     assert later.reports_sent == 0
 
@@ -302,31 +282,21 @@ def test_offline_mode_keeps_everything_for_the_next_run(tmp_path, server, capsys
 
 
 def test_an_older_attempt_of_the_same_run_is_heard_of_first(tmp_path, server):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        absent = f"http://127.0.0.1:{free.getsockname()[1]}"
-    first = make_run(tmp_path, server_url=absent, run_id="resumed")
-    log_steps(first, 1, 20)
-    first.finish()
+    left_behind(tmp_path, 20, run_id="resumed")
     server.script = [503]
     second = make_run(tmp_path, server_url=server.url, run_id="resumed")
     second.started(11)
     log_steps(second, 11, 20)
     second.finish()
-    attempts = [
-        decode_message(body, AttemptCreate) for _, path, _, body in server.requests if path.endswith("/attempts")
-    ]
-    assert [attempt.first_step for attempt in attempts] == [1, 11]
+    attempts = [body for _, path, _, body in server.requests if path.endswith("/attempts")]
+    assert [decode_message(body, AttemptCreate).first_step for body in attempts] == [1, 11]
     assert sorted(server.steps()) == sorted([*range(1, 21), *range(11, 21)])
     assert (second.reports_sent, second.reports_spooled) == (10, 0)
     assert spools(tmp_path) == []
 
 
 def test_a_connection_closed_while_idle_is_opened_again_even_at_the_end(tmp_path, server):
-    run = make_run(tmp_path, server_url=server.url)
-    run.started(1)
-    run.log({"loss": 1.0}, step=1)
-    until(lambda: run.reports_sent == 1)
+    run = begun(tmp_path, server)
     server.script = ["cut"]
     run.finish()
     assert [method for method, _, _, _ in server.requests][-2:] == ["PATCH", "PATCH"]
@@ -337,7 +307,7 @@ def test_a_run_that_ends_just_after_its_server_dropped_it_tries_once_more(tmp_pa
     server.script = ["cut"]
     run = make_run(tmp_path, server_url=server.url)
     run.started(1)
-    run.log({"loss": 1.0}, step=1)
+    log_steps(run, 1, 1)
     until(lambda: server.requests)
     run.finish()
     assert (run.reports_sent, run.reports_spooled) == (1, 0)

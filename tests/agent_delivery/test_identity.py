@@ -8,9 +8,9 @@ import threading
 import pytest
 import torch
 from collage_agent.launch.identity import agree, make_identity, new_id
-from collage_agent.transport.report_log import abandoned_spools
 
 from collage_monitor.wire import AttemptCreate, RunCreate, StreamCreate
+from tests.agent_delivery.doubles import arrived, of_kind
 from tests.forking import TRAINING, fork, run_forked
 from tests.ports import free_port
 from tests.waiting import PATIENCE_SECONDS
@@ -27,8 +27,8 @@ TORCHRUN = {
 }
 
 
-def rank(number, **environment):
-    return make_identity(None, environment={**TORCHRUN, "RANK": str(number), **environment})
+def rank(number, nth_run=0, **environment):
+    return make_identity(None, nth_run=nth_run, environment={**TORCHRUN, "RANK": str(number), **environment})
 
 
 def test_ids_sort_by_time(monkeypatch):
@@ -38,43 +38,38 @@ def test_ids_sort_by_time(monkeypatch):
     assert first < new_id()
 
 
-def test_a_single_process_makes_its_own_ids():
-    one, other = make_identity(None, environment={}), make_identity(None, environment={})
-    assert len({one.run_id, other.run_id, one.launch_id, other.launch_id, one.stream_id, other.stream_id}) == 6
+def alone(run_id=None, **options):
+    return make_identity(run_id, environment={}, **options)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        (alone(), alone(), []),
+        (alone("run"), alone("run"), ["run_id"]),
+        (rank(0), rank(1), ["run_id", "launch_id"]),
+        (rank(0), rank(0, TORCHELASTIC_RESTART_COUNT="1"), ["run_id"]),
+        (rank(0), rank(0, nth_run=1), []),
+    ],
+    ids=["each by itself", "a given run", "ranks of a launch", "a restart", "a second run in the same processes"],
+)
+def test_whose_ids_are_the_same(one, other, shared):
+    ids = ("run_id", "launch_id", "stream_id")
+    assert [name for name in ids if getattr(one, name) == getattr(other, name)] == shared
+
+
+def test_a_process_knows_its_place():
+    one, second = alone(), rank(1)
     assert (one.rank, one.world_size, one.process_id, one.is_first_rank) == (0, 1, os.getpid(), True)
-
-
-def test_a_given_run_gets_a_new_launch_each_time():
-    one, other = make_identity("run", environment={}), make_identity("run", environment={})
-    assert (one.run_id, other.run_id) == ("run", "run")
-    assert one.launch_id != other.launch_id
-
-
-def test_ranks_of_a_launch_agree_and_have_streams_of_their_own():
-    zero, one = rank(0), rank(1)
-    assert (zero.run_id, zero.launch_id) == (one.run_id, one.launch_id)
-    assert zero.stream_id != one.stream_id
-    assert ((zero.rank, one.rank), zero.world_size) == ((0, 1), 2)
-    assert re.fullmatch("[0-9A-Z]{26}", zero.run_id)
-
-
-def test_a_restart_is_a_new_launch_of_the_same_run():
-    before, after = rank(0), rank(0, TORCHELASTIC_RESTART_COUNT="1")
-    assert before.run_id == after.run_id
-    assert before.launch_id != after.launch_id
+    assert (second.rank, second.world_size, second.process_id, second.is_first_rank) == (1, 2, os.getpid(), False)
+    assert re.fullmatch("[0-9A-Z]{26}", second.run_id)
+    assert alone("run").run_id == "run"
 
 
 def test_the_launchers_id_is_the_runs():
     assert rank(1, TORCHELASTIC_RUN_ID="job-17").run_id == "job-17"
     assert rank(1, TORCHELASTIC_RUN_ID="job 17/a").run_id == "job-17-a"
     assert len(rank(1, TORCHELASTIC_RUN_ID="x" * 200).run_id) <= 64
-
-
-def test_a_second_run_in_the_same_processes_is_another_run():
-    environment = {**TORCHRUN, "RANK": "0"}
-    first, second = (make_identity(None, nth_run=count, environment=environment) for count in (0, 1))
-    assert first.run_id != second.run_id
-    assert first.launch_id != second.launch_id
 
 
 def test_ranks_that_share_nothing_are_told_what_to_set(caplog):
@@ -104,18 +99,12 @@ if sys.argv[1] == "after":
 """
 
 
-def identities_on_two_machines(when, **environment):
+def identities_on_two_machines(when):
     """What two processes print that believe to be on different machines."""
     port = str(free_port())
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.2", "MASTER_PORT": port}
-    processes = [
-        fork(
-            TRAINING,
-            *("-c", MACHINES, when),
-            environment={**os.environ, **shared, "RANK": str(number), **environment},
-        )
-        for number in range(2)
-    ]
+    ranks = [{**os.environ, **shared, "RANK": str(number)} for number in range(2)]
+    processes = [fork(TRAINING, "-c", MACHINES, when, environment=environment) for environment in ranks]
     outputs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     return [output.split()[1:] for output in outputs]
@@ -184,17 +173,8 @@ def test_two_processes_under_torchrun_report_to_one_run(tmp_path):
     environment = {**os.environ, "COLLAGE_DIR": str(tmp_path / "data"), "OMP_NUM_THREADS": "1"}
     result = run_forked(TRAINING, *launcher, "--master-port", free_port(), script, environment=environment)
     assert result.returncode == 0, result.stderr
-    found = []
-    for log in abandoned_spools(tmp_path / "data", tmp_path):
-        while (envelope := log.first()) is not None:
-            found.append(envelope)
-            log.acknowledge()
-        log.close()
-
-    def bodies(kind):
-        return [envelope.body for envelope in found if isinstance(envelope.body, kind)]
-
-    assert len({body.run_id for body in bodies(RunCreate)}) == 1
-    assert len({(body.launch_id, body.first_step) for body in bodies(AttemptCreate)}) == 1
-    streams = {(body.rank, body.world_size, body.stream_id) for body in bodies(StreamCreate)}
+    transport = arrived(tmp_path / "data")
+    assert len({body.run_id for body in of_kind(transport, RunCreate)}) == 1
+    assert len({(body.launch_id, body.first_step) for body in of_kind(transport, AttemptCreate)}) == 1
+    streams = {(body.rank, body.world_size, body.stream_id) for body in of_kind(transport, StreamCreate)}
     assert sorted(stream[:2] for stream in streams) == [(0, 2), (1, 2)]

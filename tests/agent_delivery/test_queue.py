@@ -28,14 +28,18 @@ def queue_of(steps=10, size_bytes=100 * SMALL, open_seconds=60.0):
     return BoundedQueue(steps, size_bytes, open_seconds, counts), counts
 
 
+def put(queue, steps):
+    for step in steps:
+        queue.put(logged(step))
+
+
 def taken(queue, limit=100):
     return [[item.step for item in entry.items] for entry in queue.take(limit)]
 
 
 def test_first_in_first_out_in_portions_and_the_newest_step_stays():
     queue, counts = queue_of()
-    for step in range(5):
-        queue.put(logged(step))
+    put(queue, range(5))
     assert taken(queue, 2) == [[0], [1]]
     assert taken(queue) == [[2], [3]]
     assert (taken(queue), len(queue), counts.made) == ([], 1, 5)
@@ -62,8 +66,7 @@ def test_a_step_that_nothing_follows_is_complete_after_a_while():
 def test_the_oldest_step_gives_way_to_the_newest():
     queue, counts = queue_of(steps=3)
     for step in range(8):
-        queue.put(logged(step))
-        queue.put(logged(step))
+        put(queue, [step, step])
     assert (counts.made, counts.pending, counts.dropped) == (8, 3, {"queue_full": 5})
     queue.wake()
     assert taken(queue) == [[5, 5], [6, 6], [7, 7]]
@@ -71,8 +74,7 @@ def test_the_oldest_step_gives_way_to_the_newest():
 
 def test_bytes_are_bounded_too():
     queue, counts = queue_of(size_bytes=2 * SMALL)
-    for step in range(6):
-        queue.put(logged(step))
+    put(queue, range(6))
     assert counts.dropped == {"queue_full": 4}
     queue.wake()
     assert taken(queue) == [[4], [5]]
@@ -80,15 +82,24 @@ def test_bytes_are_bounded_too():
     assert (taken(queue), counts.dropped) == ([], {"queue_full": 5})
 
 
-def test_control_items_are_never_dropped_and_not_counted():
+def test_what_was_taken_makes_room():
+    queue, counts = queue_of(size_bytes=3 * SMALL)
+    for step in range(20):
+        queue.put(logged(step))
+        queue.take(100)
+    assert counts.dropped == {}
+
+
+def test_control_items_are_never_dropped_nor_counted_and_stay_in_their_order():
     queue, counts = queue_of(steps=3)
     queue.put(logged(0))
-    queue.put(AttemptStart(1))
-    for step in range(2, 9):
-        queue.put(logged(step))
-    queue.wake()
-    assert taken(queue) == [[None], [6], [7], [8]]
+    for first_step in (1, 2):
+        queue.put(AttemptStart(first_step))
+    put(queue, range(2, 9))
     assert (counts.made, counts.dropped) == (8, {"queue_full": 5})
+    queue.wake()
+    assert [entry.items[0].first_step for entry in queue.take(2)] == [1, 2]
+    assert taken(queue) == [[6], [7], [8]]
 
 
 def test_a_second_step_ends_the_wait_and_so_does_the_end():
@@ -103,8 +114,7 @@ def test_a_second_step_ends_the_wait_and_so_does_the_end():
 
     consumer = threading.Thread(target=consume, daemon=True)
     consumer.start()
-    queue.put(logged(7))
-    queue.put(logged(8))
+    put(queue, [7, 8])
     while not found:
         pass
     queue.wake()
@@ -115,8 +125,7 @@ def test_a_second_step_ends_the_wait_and_so_does_the_end():
 @pytest.mark.parametrize(("steps", "size", "full"), [(10, 100, 5), (10, 100, 10), (100, 20, 10)])
 def test_a_queue_half_full_of_steps_or_bytes_does_not_wait_for_company(steps, size, full):
     queue, _ = queue_of(steps, size * SMALL)
-    for step in range(full):
-        queue.put(logged(step))
+    put(queue, range(full))
     forever = 100 * PATIENCE_SECONDS
     waits = threading.Thread(target=queue.wait_for_steps, args=(forever, forever), daemon=True)
     waits.start()
@@ -132,24 +141,6 @@ def test_what_is_given_up_is_said_in_a_reader_s_words():
         "3 (more came than could be sent or kept), 1 (they could not be written to the data folder), "
         "2 (refused with status 422)"
     )
-
-
-def test_what_was_taken_makes_room():
-    queue, counts = queue_of(size_bytes=3 * SMALL)
-    for step in range(20):
-        queue.put(logged(step))
-        queue.take(100)
-    assert counts.dropped == {}
-
-
-def test_control_items_stay_in_their_order():
-    queue, _ = queue_of(steps=3)
-    for first_step in (1, 2):
-        queue.put(AttemptStart(first_step))
-    for step in range(2, 9):
-        queue.put(logged(step))
-    queue.wake()
-    assert [entry.items[0].first_step for entry in queue.take(2)] == [1, 2]
 
 
 def test_of_values_that_are_joined_the_last_of_each_name_counts():

@@ -5,24 +5,21 @@ import json
 import pytest
 from click.testing import CliRunner
 from collage_agent.command.sync import sync
-from collage_agent.transport import MemoryTransport
 from collage_agent.transport.report_log import ReportLog, spool_path
 from collage_agent.transport.sender import send_folder
 
 from collage_monitor.errors import NotAuthorised, NotFound, ServerUnreachable, Unavailable
 from collage_monitor.wire import RunCreate, RunUpdate
-from tests.agent_delivery.doubles import make_run
-from tests.agent_delivery.test_delivery import Scripted
+from tests.agent_delivery.doubles import Scripted, log_steps, make_run, of_kind
 from tests.agent_delivery.test_report_log import reports
 
 pytestmark = pytest.mark.slow
 
 
-def leave_behind(folder, runs, steps=5):
+def leave_behind(folder, runs):
     for number in range(runs):
         run = make_run(folder, mode="offline", run_id=f"run-{runs - number}")
-        for step in range(1, steps + 1):
-            run.log({"loss": 1.0}, step=step)
+        log_steps(run, 1, 5)
         run.finish()
 
 
@@ -30,15 +27,14 @@ def invoke(*arguments):
     return CliRunner().invoke(sync, [str(argument) for argument in arguments], env={})
 
 
-def test_runs_are_sent_in_the_order_in_which_they_were_made(tmp_path):
+def test_runs_are_sent_in_the_order_in_which_they_were_made(tmp_path, transport):
     leave_behind(tmp_path, 3)
-    transport = MemoryTransport()
     outcomes = send_folder(tmp_path, transport, 0.0)
     assert [entry.run_id for entry in outcomes.spools] == ["run-3", "run-2", "run-1"]
     assert [entry.sent for entry in outcomes.spools] == [5, 5, 5]
-    created = [message.run_id for message in transport.messages if isinstance(message, RunCreate)]
-    assert list(dict.fromkeys(created)) == ["run-3", "run-2", "run-1"]
-    assert [message.state for message in transport.messages if isinstance(message, RunUpdate)] == ["finished"] * 3
+    created = dict.fromkeys(message.run_id for message in of_kind(transport, RunCreate))
+    assert list(created) == ["run-3", "run-2", "run-1"]
+    assert [message.state for message in of_kind(transport, RunUpdate)] == ["finished"] * 3
     assert list(tmp_path.glob("spool/*")) == []
 
 
@@ -48,10 +44,8 @@ def test_the_command_sends_to_a_server_and_says_what_it_did(tmp_path, server):
     result = invoke("--server-url", server.url, "--dir", tmp_path, "--json")
     assert result.exit_code == 0, result.output
     answer = json.loads(result.output)
-    assert [(entry["run_id"], entry["sent"], entry["bytes_left"]) for entry in answer["spools"]] == [
-        ("run-2", 5, 0),
-        ("run-1", 5, 0),
-    ]
+    outcomes = [(entry["run_id"], entry["sent"], entry["bytes_left"]) for entry in answer["spools"]]
+    assert outcomes == [("run-2", 5, 0), ("run-1", 5, 0)]
     assert (answer["in_use"], answer["error"]) == (0, None)
     assert sorted(server.steps()) == sorted([*range(1, 6)] * 2)
     assert server.requests[0][2]["authorization"] == "Bearer from-the-folder"

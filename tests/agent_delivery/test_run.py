@@ -1,7 +1,8 @@
-"""A run into memory: what is sent, in which order, and what a report holds."""
+"""A run into memory: what is sent, when and in which order, what a report holds, and what a run says of itself."""
 
 import dataclasses
 import math
+import os
 import threading
 
 import numpy as np
@@ -10,20 +11,28 @@ import torch
 from collage_agent.error_guard import raise_in_tests
 from collage_agent.transport import MemoryTransport
 
-from collage_monitor.wire import (
-    AttemptCreate,
-    ReportBatch,
-    RunCreate,
-    RunUpdate,
-    StreamCreate,
-    array_from_bytes,
+from collage_monitor.local import LocalServer, announced
+from collage_monitor.wire import AttemptCreate, ReportBatch, RunCreate, RunUpdate, StreamCreate, array_from_bytes
+from tests.agent_delivery.doubles import (
+    QUICK,
+    HandleDouble,
+    ServerDouble,
+    layout,
+    log_steps,
+    make_run,
+    measurement,
+    of_kind,
 )
-from tests.agent_delivery.doubles import QUICK, HandleDouble, layout, make_run, measurement
 from tests.waiting import until
 
 
-def kinds(transport):
-    return [type(message) for message in transport.messages]
+def told(transport):
+    """(step, scalars) of all reports, in their order."""
+    return [(report.step, report.scalars) for report in transport.reports]
+
+
+def first_steps(transport):
+    return [attempt.first_step for attempt in of_kind(transport, AttemptCreate)]
 
 
 def model_of(report):
@@ -34,39 +43,27 @@ def block(report):
     return array_from_bytes(report.statistics, (report.statistic_count, report.layer_count))
 
 
-def test_registrations_precede_reports_and_the_end_is_marked(tmp_path):
-    transport = MemoryTransport()
+def test_registrations_precede_reports_and_the_end_is_marked(tmp_path, transport):
     run = make_run(tmp_path, transport, project="p", name="n", tags=("t",), config={"lr": 0.1}, seed=3)
     run.started(5)
     run.measured(measurement(5))
     run.finish()
-    assert kinds(transport) == [RunCreate, AttemptCreate, StreamCreate, StreamCreate, ReportBatch, RunUpdate]
-    created, attempt, _, stream, _, update = transport.messages
-    assert isinstance(created, RunCreate)
-    assert (created.run_id, created.name, created.tags, created.config, created.seed) == (
-        run.run_id,
-        "n",
-        ["t"],
-        {"lr": 0.1},
-        3,
-    )
+    assert [type(message) for message in transport.messages] == [
+        *(RunCreate, AttemptCreate, StreamCreate, StreamCreate, ReportBatch, RunUpdate)
+    ]
+    created, _, _, stream, _, update = transport.messages
+    named = (created.run_id, created.name, created.tags, created.config, created.seed)
+    assert named == (run.run_id, "n", ["t"], {"lr": 0.1}, 3)
     assert {envelope.project for envelope in transport.envelopes} == {"p"}
-    assert isinstance(attempt, AttemptCreate)
-    assert attempt.first_step == 5
-    assert isinstance(stream, StreamCreate)
+    assert first_steps(transport) == [5]
     assert [layer.name for layer in stream.layers] == ["a", "b"]
     assert stream.statistics == ["elements", "sampled", "intended_squared_sum"]
-    assert stream.watch is not None
     assert stream.watch.optimizer == "SGD"
-    assert isinstance(update, RunUpdate)
     assert update.state == "finished"
-    assert run.reports_sent == 1
-    assert run.reports_dropped == {}
+    assert (run.reports_sent, run.reports_dropped) == (1, {})
 
 
-def test_a_report_holds_block_and_model(tmp_path):
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
+def test_a_report_holds_block_and_model(run, transport):
     totals = np.array([[1.0, 2.0], [3.0, math.nan], [math.nan, math.nan]])
     run.measured(measurement(7, totals=totals))
     run.finish()
@@ -77,9 +74,7 @@ def test_a_report_holds_block_and_model(tmp_path):
     np.testing.assert_array_equal(model_of(report), [3.0, 3.0, math.nan])
 
 
-def test_scalars_of_a_measured_step_share_its_report(tmp_path):
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
+def test_scalars_of_a_measured_step_share_its_report(run, transport):
     handle = HandleDouble()
     run.attach(handle)
     run.started(1)
@@ -93,18 +88,7 @@ def test_scalars_of_a_measured_step_share_its_report(tmp_path):
     assert all(report.statistics is not None for report in transport.reports)
 
 
-def test_tensors_are_kept_as_they_were_when_logged(tmp_path):
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
-    loss = torch.tensor(2.0, requires_grad=True)
-    run.log({"loss": loss, "half": torch.tensor([0.5], dtype=torch.bfloat16)}, step=3)
-    with torch.no_grad():
-        loss.fill_(9.0)
-    run.finish()
-    assert [(report.step, report.scalars) for report in transport.reports] == [(3, {"loss": 2.0, "half": 0.5})]
-
-
-def test_log_reads_no_tensor_on_the_calling_thread(tmp_path, monkeypatch):
+def test_tensors_are_kept_as_they_were_when_logged_and_read_on_another_thread(run, transport, monkeypatch):
     readers = set()
     plain_item = torch.Tensor.item
 
@@ -113,15 +97,16 @@ def test_log_reads_no_tensor_on_the_calling_thread(tmp_path, monkeypatch):
         return plain_item(tensor)
 
     monkeypatch.setattr(torch.Tensor, "item", watched_item)
-    run = make_run(tmp_path, MemoryTransport())
-    run.log({"loss": torch.tensor(1.0)}, step=1)
+    loss = torch.tensor(2.0, requires_grad=True)
+    run.log({"loss": loss, "half": torch.tensor([0.5], dtype=torch.bfloat16)}, step=3)
+    with torch.no_grad():
+        loss.fill_(9.0)
     run.finish()
+    assert told(transport) == [(3, {"loss": 2.0, "half": 0.5})]
     assert readers == {"collage-agent"}
 
 
-def test_what_is_no_number_is_left_out(tmp_path, caplog):
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
+def test_what_is_no_number_is_left_out(run, transport, caplog):
     run.log({"loss": 1.0, "note": "text", "many": torch.zeros(3), "huge": 10**400, "nan": math.nan}, step=1)
     run.finish()
     (report,) = transport.reports
@@ -130,20 +115,16 @@ def test_what_is_no_number_is_left_out(tmp_path, caplog):
     assert {record.args[0] for record in caplog.records} == {"note", "many", "huge"}
 
 
-def test_steps_are_counted_without_a_watch(tmp_path):
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
+def test_steps_are_counted_without_a_watch(run, transport):
     for loss in (3.0, 2.0, 1.0):
         run.log({"loss": loss})
     until(lambda: len(transport.reports) == 3)
     run.finish()
-    assert [report.step for report in transport.reports] == [1, 2, 3]
-    assert next(m for m in transport.messages if isinstance(m, AttemptCreate)).first_step == 1
+    assert [step for step, _ in told(transport)] == [1, 2, 3]
+    assert first_steps(transport) == [1]
 
 
-def test_what_is_logged_before_the_first_step_stands_just_before_it(tmp_path):
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
+def test_what_is_logged_before_the_first_step_stands_just_before_it(run, transport):
     run.log({"validation_loss": 4.0})
     handle = HandleDouble()
     run.attach(handle)
@@ -152,32 +133,104 @@ def test_what_is_logged_before_the_first_step_stands_just_before_it(tmp_path):
     handle.step = 101
     run.log({"loss": 3.0})
     run.finish()
-    attempts = [message for message in transport.messages if isinstance(message, AttemptCreate)]
-    assert [attempt.first_step for attempt in attempts] == [101]
-    merged = {report.step: report.scalars for report in transport.reports}
-    assert merged == {100: {"validation_loss": 5.0}, 101: {"loss": 3.0}}
+    assert first_steps(transport) == [101]
+    assert dict(told(transport)) == {100: {"validation_loss": 5.0}, 101: {"loss": 3.0}}
 
 
-def test_a_growing_layout_extends_the_stream(tmp_path):
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
-    run.measured(measurement(1, layout(("a",), STATISTICS_BEFORE)))
-    until(lambda: len(transport.reports) == 1)
-    run.measured(measurement(2, layout(("a", "b"), (*STATISTICS_BEFORE, "lost"))))
+@pytest.mark.parametrize("entries", [3, 3000])
+def test_what_waits_for_a_first_step_that_never_comes_is_bounded_and_kept(run, transport, entries):
+    run.attach(HandleDouble())
+    for number in range(entries):
+        run.log({"loss": torch.tensor(float(number)), f"name {number % 7}": number})
+    run.log({"accuracy": 0.5}, step=20)
+    until(lambda: (20, {"accuracy": 0.5}) in told(transport))
     run.finish()
-    streams = [message for message in transport.messages if isinstance(message, StreamCreate)]
-    assert [layer.name for layer in streams[-1].layers] == ["a", "b"]
-    assert streams[-1].statistics == [*STATISTICS_BEFORE, "lost"]
+    assert run.reports_dropped == {}
+    (last,) = [scalars for step, scalars in told(transport) if step == 19]
+    assert last["loss"] == entries - 1
+    assert len(last) == 1 + min(entries, 7)
+    assert run.reports_made == run.reports_sent == len(transport.reports)
+
+
+def test_what_is_logged_at_steps_is_sent_while_the_run_goes_on(run, transport):
+    run.log({"loss": 1.0}, step=7)
+    until(lambda: told(transport) == [(7, {"loss": 1.0})])
+    assert first_steps(transport) == [7]
+    run.log({"loss": 0.5}, step=8)
+    until(lambda: len(transport.reports) == 2)
+    run.finish()
+    assert first_steps(transport) == [7]
+
+
+def test_many_steps_in_no_time_are_all_sent(tmp_path, transport):
+    run = make_run(tmp_path, transport, limits=type(QUICK)())
+    log_steps(run, 1, 3000)
+    run.finish()
+    assert run.reports_dropped == {}
+    assert [step for step, _ in told(transport)] == list(range(1, 3001))
+
+
+def test_steps_that_go_backwards_stay_in_one_attempt(run, transport):
+    for step in (5, 10, 3):
+        run.log({"accuracy": float(step)}, step=step)
+    run.finish()
+    assert [step for step, _ in told(transport)] == [5, 10, 3]
+    assert len(first_steps(transport)) == 1
+
+
+def test_a_watch_that_comes_late_measures_from_its_own_first_step_on(run, transport):
+    log_steps(run, 1, 500)
+    until(lambda: len(transport.reports) == 500)
+    run.attach(HandleDouble())
+    run.started(101)
+    run.measured(measurement(101))
+    run.log({"loss": 0.5}, step=501)
+    run.finish()
+    assert first_steps(transport) == [1]
+    streams = of_kind(transport, StreamCreate)
+    assert [(bool(stream.statistics), stream.measured_from) for stream in streams] == [(False, None), (True, 101)]
+    assert len({stream.stream_id for stream in streams}) == 1
+    assert run.reports_dropped == {}
+
+
+def test_the_loss_is_logged_before_the_step_is_taken(run, transport):
+    handle = HandleDouble()
+    run.attach(handle)
+    for step in (1, 2, 3):
+        run.log({"loss": 1.0}, step=step)
+        if step == 1:
+            run.started(1)
+        handle.step = step
+        run.measured(measurement(step))
+    run.finish()
+    assert sorted({step for step, _ in told(transport)}) == [1, 2, 3]
+    assert of_kind(transport, StreamCreate)[-1].measured_from == 1
+
+
+def test_a_watch_that_measures_rarely_holds_up_nothing(run, transport):
+    handle = HandleDouble()
+    run.attach(handle)
+    run.started(1)
+    for handle.step in range(1, 51):
+        run.log({"loss": 1.0})
+    until(lambda: len(transport.reports) >= 49)
+    run.finish()
+    assert [step for step, _ in told(transport)] == list(range(1, 51))
+
+
+def test_a_growing_layout_extends_the_stream(run, transport):
+    run.measured(measurement(1, layout(("a",), ("elements",))))
+    until(lambda: len(transport.reports) == 1)
+    run.measured(measurement(2, layout(("a", "b"), ("elements", "lost"))))
+    run.finish()
+    stream = of_kind(transport, StreamCreate)[-1]
+    assert [layer.name for layer in stream.layers] == ["a", "b"]
+    assert stream.statistics == ["elements", "lost"]
     assert [(report.statistic_count, report.layer_count) for report in transport.reports] == [(1, 1), (2, 2)]
 
 
-STATISTICS_BEFORE = ("elements",)
-
-
-def test_a_block_too_large_for_a_request_goes_in_parts_of_layers(tmp_path, monkeypatch):
+def test_a_block_too_large_for_a_request_goes_in_parts_of_layers(run, transport, monkeypatch):
     monkeypatch.setattr("collage_agent.transport.report_maker._LARGEST_TOTALS_BYTES", 8 * 3 * 4)
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
     names = [f"layer.{number}" for number in range(10)]
     totals = np.random.default_rng(0).integers(1, 100, (3, 10)).astype(np.float64)
     run.measured(measurement(7, layout(names), totals))
@@ -191,31 +244,38 @@ def test_a_block_too_large_for_a_request_goes_in_parts_of_layers(tmp_path, monke
         found = block(part)
         assert np.isnan(found[:, : 4 * number]).all()
         np.testing.assert_array_equal(found[:, 4 * number :], totals[:, 4 * number : 4 * number + 4])
-    models = [array_from_bytes(part.model or b"", (3,)) for part in parts]
-    np.testing.assert_array_equal(np.sum(models, axis=0), totals.sum(axis=1))
+    np.testing.assert_array_equal(np.sum([model_of(part) for part in parts], axis=0), totals.sum(axis=1))
 
 
-def test_time_never_goes_backwards_and_keeps_its_pace(tmp_path, monkeypatch):
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
-    clock = iter([100.0, 101.0, 100.9, 41.0, 42.0, 44.0, 30.0, 31.0, 500.0])
-    for step in range(1, 10):
+SET_BACK = {100.0: 100.0, 101.0: 101.0, 100.9: 101.0, 41.0: 101.0, 42.0: 102.0, 44.0: 104.0}
+SET_BACK_AGAIN = {30.0: 104.0, 31.0: 105.0, 500.0: 574.0}
+
+
+@pytest.mark.parametrize(
+    ("steps", "clock", "times"),
+    [
+        (range(1, 10), [*SET_BACK, *SET_BACK_AGAIN], [*SET_BACK.values(), *SET_BACK_AGAIN.values()]),
+        ([None, 1, 2], [100.0, 200.0, 300.0], [200.0, 300.0, 300.0]),
+    ],
+    ids=["set back", "what waited"],
+)
+def test_time_never_goes_backwards_and_keeps_its_pace(run, transport, monkeypatch, steps, clock, times):
+    if None in steps:
+        run.attach(HandleDouble())
+    for step, now in zip(steps, clock, strict=True):
         with monkeypatch.context() as patch:
-            now = next(clock)
             patch.setattr("collage_agent.run.time.time", lambda now=now: now)
             run.log({"loss": 1.0}, step=step)
+    until(lambda: len(transport.reports) >= len(times) - 1)
     run.finish()
-    times = [report.time for report in transport.reports]
-    assert times == [100.0, 101.0, 101.0, 101.0, 102.0, 104.0, 104.0, 105.0, 574.0]
+    assert [report.time for report in transport.reports] == times
 
 
-def test_two_watches_fill_their_own_columns_even_under_one_name(tmp_path):
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
+def test_two_watches_fill_their_own_columns_even_under_one_name(run, transport):
     run.measured(measurement(1, layout(("weight",), ("elements",)), np.array([[4.0]])), 0)
     run.measured(measurement(1, layout(("weight",), ("elements", "lost")), np.array([[8.0], [2.0]])), 1)
     run.finish()
-    stream = [message for message in transport.messages if isinstance(message, StreamCreate)][-1]
+    stream = of_kind(transport, StreamCreate)[-1]
     assert [layer.name for layer in stream.layers] == ["weight", "weight (2)"]
     first, second = transport.reports
     assert (first.reports_of_step, second.reports_of_step) == (2, 2)
@@ -224,74 +284,59 @@ def test_two_watches_fill_their_own_columns_even_under_one_name(tmp_path):
     np.testing.assert_array_equal(model_of(second), [8.0, 2.0])
 
 
-def test_a_large_batch_is_cut(tmp_path):
-    transport = MemoryTransport()
-    limits = type(QUICK)(**{**QUICK.__dict__, "batch_reports": 8})
-    run = make_run(tmp_path, transport, limits=limits)
-    for step in range(1, 31):
-        run.log({"loss": 1.0}, step=step)
+def test_a_large_batch_is_cut(tmp_path, transport):
+    run = make_run(tmp_path, transport, limits=dataclasses.replace(QUICK, batch_reports=8))
+    log_steps(run, 1, 30)
     run.finish()
-    sizes = [len(message.reports) for message in transport.messages if isinstance(message, ReportBatch)]
-    assert sum(sizes) == 30
-    assert max(sizes) <= 8
+    assert max(len(batch.reports) for batch in of_kind(transport, ReportBatch)) <= 8
     assert [report.seq for report in transport.reports] == list(range(30))
 
 
-def test_many_scalars_go_into_several_reports(tmp_path):
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
+def test_many_scalars_go_into_several_reports(run, transport):
     run.log({f"s{index}": index for index in range(450)}, step=1)
     run.finish()
     assert [len(report.scalars) for report in transport.reports] == [200, 200, 50]
 
 
-def test_leaving_the_context_by_an_error_marks_the_run_failed(tmp_path):
-    transport = MemoryTransport()
-
+def test_leaving_the_context_by_an_error_marks_the_run_failed(run, transport):
     def train():
-        with make_run(tmp_path, transport) as run:
+        with run:
             run.log({"loss": 1.0}, step=1)
             raise RuntimeError("diverged")
 
     with pytest.raises(RuntimeError, match="diverged"):
         train()
     assert transport.messages[-1] == RunUpdate(state="failed")
-    assert [report.scalars for report in transport.reports] == [{"loss": 1.0}]
+    assert told(transport) == [(1, {"loss": 1.0})]
 
 
-def test_refused_calls_of_log_do_not_claim_that_measuring_stopped(tmp_path, caplog):
+def test_refused_calls_of_log_do_not_claim_that_measuring_stopped(run, transport, caplog):
     raise_in_tests(False)
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
     for _ in range(5):
         run.log(3.0)
         run.log({"loss": 1.0}, step=torch.tensor(1))
         run.log({"loss": 1.0}, step=-1)
     run.log({"loss": 1.0}, step=1)
     run.finish()
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 3
-    assert all("this call is left out" in text and "measuring goes on" in text for text in told)
-    assert [report.scalars for report in transport.reports] == [{"loss": 1.0}]
+    said = [record.getMessage() for record in caplog.records]
+    assert ["step" in text for text in said] == [False, True, True]
+    assert all("this call is left out" in text and "measuring goes on" in text for text in said)
+    assert told(transport) == [(1, {"loss": 1.0})]
 
 
-def test_reports_that_fail_do_not_claim_that_measuring_stopped(tmp_path, caplog):
+def test_reports_that_fail_do_not_claim_that_measuring_stopped(run, transport, caplog):
     raise_in_tests(False)
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
     for step in range(1, 6):
         run.measured(dataclasses.replace(measurement(step), totals=None))
     run.measured(measurement(6))
     run.finish()
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith("reporting a measured step failed (")
-    assert told.endswith("); training is not affected")
-    assert [report.step for report in transport.reports] == [6]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("reporting a measured step failed (")
+    assert said.endswith("); training is not affected")
+    assert [step for step, _ in told(transport)] == [6]
 
 
-def test_nothing_is_reported_after_the_end(tmp_path):
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
+def test_nothing_is_reported_after_the_end(run, transport):
     run.finish()
     run.log({"loss": 1.0})
     run.measured(measurement(1))
@@ -310,25 +355,13 @@ def test_a_disabled_run_has_no_thread_and_no_file(tmp_path):
     assert (run.reports_sent, run.reports_spooled, run.reports_dropped) == (0, 0, {})
 
 
-@pytest.mark.parametrize("step", [-1, torch.tensor(3)])
-def test_a_step_that_makes_no_sense_reaches_the_guard(tmp_path, step):
-    run = make_run(tmp_path, MemoryTransport())
-    with pytest.raises((TypeError, ValueError), match="step"):
-        run.log({"loss": 1.0}, step=step)
-    run.finish()
-
-
-def test_delivering_counts_its_own_time(tmp_path):
-    run = make_run(tmp_path, MemoryTransport())
-    for step in range(200):
-        run.log({"loss": 1.0}, step=step)
+def test_delivering_counts_its_own_time(run):
+    log_steps(run, 0, 199)
     run.finish()
     assert run.worker_cpu_seconds() > 0.0
 
 
-def test_a_worker_error_is_counted_and_the_rest_goes_on(tmp_path, caplog):
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
+def test_a_worker_error_is_counted_and_the_rest_goes_on(run, transport, caplog):
     run.measured(measurement(1, totals=np.zeros((1, 1))))
     until(lambda: run.reports_dropped == {"worker_error": 1})
     run.measured(measurement(2))
@@ -346,7 +379,7 @@ def test_a_transport_that_breaks_in_its_own_way_is_named_once(tmp_path, caplog):
     run = make_run(tmp_path, Broken())
     run.started(1)
     for step in range(1, 4):
-        run.log({"loss": 1.0}, step=step)
+        log_steps(run, step, step)
         until(lambda step=step: run.reports_spooled == step)
     run.finish()
     assert run.reports_dropped == {}
@@ -354,13 +387,13 @@ def test_a_transport_that_breaks_in_its_own_way_is_named_once(tmp_path, caplog):
     caplog.clear()
 
 
-def test_a_machine_without_room_for_a_thread_still_trains(tmp_path, monkeypatch):
+def test_a_machine_without_room_for_a_thread_still_trains(tmp_path, transport, monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
     raise_in_tests(False)
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    run = make_run(tmp_path, MemoryTransport())
+    run = make_run(tmp_path, transport)
     run.started(1)
     run.log({"loss": 1.0})
     run.finish()
@@ -368,9 +401,7 @@ def test_a_machine_without_room_for_a_thread_still_trains(tmp_path, monkeypatch)
 
 
 @pytest.mark.gpu
-def test_log_does_not_wait_for_the_device(tmp_path):
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
+def test_log_does_not_wait_for_the_device(run, transport):
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         # CUDA loads a kernel when it is first used, and waits for the device then.
@@ -381,4 +412,51 @@ def test_log_does_not_wait_for_the_device(tmp_path):
         run.log({"loss": loss}, step=1)
         assert not stream.query()
     run.finish()
-    assert [report.scalars for report in transport.reports] == [{"loss": 1.0}, {"loss": 3.0}]
+    assert [scalars for _, scalars in told(transport)] == [{"loss": 1.0}, {"loss": 3.0}]
+
+
+def test_no_link_where_nothing_was_sent(tmp_path, server, capsys):
+    run = make_run(tmp_path, name="empty", server_url=server.url)
+    run.finish()
+    assert capsys.readouterr().out == "collage: run empty: nothing was sent\n"
+    assert "href" not in run._repr_html_()
+
+
+def test_finish_prints_the_verdict_once_and_how_to_look_at_the_run(tmp_path, server, capsys):
+    """No page is known to answer beside a server alone: a link would open its API, which asks for a token."""
+    run = make_run(tmp_path, name="baseline", server_url=server.url)
+    run.attach(HandleDouble(3))
+    run.log({"loss": 1.0})
+    run.finish()
+    printed = capsys.readouterr().out
+    assert printed.count("the verdict") == 1
+    assert f"run baseline ({run.run_id}) is at {server.url}; " in printed
+    assert f"collage-monitor serve dashboard --server-url {server.url}" in printed
+    assert "/run" not in printed
+    run.finish()
+    assert capsys.readouterr().out == ""
+
+
+def test_finish_prints_the_page_where_a_dashboard_answers(tmp_path, server, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    dashboard = ServerDouble()
+    try:
+        with announced(LocalServer(server.url, dashboard.url, str(tmp_path), os.getpid())):
+            run = make_run(tmp_path, name="baseline", server_url=server.url)
+            run.log({"loss": 1.0})
+            run.finish()
+            assert run.address == f"{dashboard.url}/run/{run.run_id}"
+            assert f'<iframe src="{run.address}?embed=curves"' in run._repr_html_()
+        assert f"run baseline: {dashboard.url}/run/{run.run_id}\n" in capsys.readouterr().out
+    finally:
+        dashboard.close()
+
+
+def test_a_run_shows_itself_in_a_notebook(tmp_path, transport):
+    run = make_run(tmp_path, transport, name="<b>", server_url="http://example.org:1/")
+    run.log({"loss": 1.0})
+    run.finish()
+    shown = run._repr_html_()
+    assert "&lt;b&gt;" in shown
+    assert f'href="http://example.org:1/api/v1/runs/{run.run_id}"' in shown
+    assert "iframe" not in shown

@@ -6,26 +6,19 @@ import collage_agent as collage
 import pytest
 import torch
 from collage_agent.launch.identity import make_identity
-from collage_agent.run import Run
 from collage_agent.run_settings import is_second_writers, read_settings
 from collage_agent.transport import MemoryTransport
 from collage_agent.transport.sender import send_folder
 from torch import nn
 
 from collage_monitor.errors import NotFound, ServerRefusal
-from collage_monitor.wire import AttemptCreate, ReportBatch, RunCreate, RunUpdate, StreamCreate
-from tests.agent_delivery.doubles import NO_ENVIRONMENT, make_run, settings
+from collage_monitor.wire import AttemptCreate, RunCreate, RunUpdate, StreamCreate
+from tests.agent_delivery.doubles import NO_ENVIRONMENT, Scripted, log_steps, make_run, of_kind
 from tests.waiting import until
 
 
-def beside(folder, transport=None, role="evaluator", run_id="r1", **arguments):
-    chosen = settings(folder, run_id=run_id, role=role, **arguments)
-    identity = make_identity(run_id, environment=NO_ENVIRONMENT, role=role)
-    return Run(chosen, identity, transport)
-
-
-def of_kind(transport, kind):
-    return [message for message in transport.messages if isinstance(message, kind)]
+def beside(folder, transport=None, run_id="r1", **arguments):
+    return make_run(folder, transport, run_id=run_id, role="evaluator", **arguments)
 
 
 class Registry(MemoryTransport):
@@ -45,8 +38,7 @@ class Registry(MemoryTransport):
         return super().send(envelope, wait)
 
 
-def test_it_sends_its_launch_and_what_it_logs_under_its_role_and_leaves_the_run_alone(tmp_path):
-    transport = MemoryTransport()
+def test_it_sends_its_launch_and_what_it_logs_under_its_role_and_leaves_the_run_alone(tmp_path, transport):
     run = beside(tmp_path, transport)
     run.log({"accuracy": 0.5}, step=5000)
     run.log({"accuracy": 0.4}, step=100)
@@ -62,9 +54,7 @@ def test_it_sends_its_launch_and_what_it_logs_under_its_role_and_leaves_the_run_
     assert of_kind(transport, RunCreate) == of_kind(transport, RunUpdate) == []
 
 
-def test_a_training_sends_no_role(tmp_path):
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
+def test_a_training_sends_no_role(run, transport):
     run.log({"accuracy": 0.5}, step=1)
     run.finish()
     assert [attempt.role for attempt in of_kind(transport, AttemptCreate)] == [None]
@@ -72,26 +62,14 @@ def test_a_training_sends_no_role(tmp_path):
 
 
 def test_a_dropped_report_is_counted_under_its_role(tmp_path):
-    class Refusing(MemoryTransport):
-        """Refuses the first batch of reports for good."""
-
-        refused = False
-
-        def send(self, envelope, wait):
-            if isinstance(envelope.body, ReportBatch) and not self.refused:
-                self.refused = True
-                raise ServerRefusal("no", status=422)
-            return super().send(envelope, wait)
-
-    transport = Refusing()
+    transport = Scripted(None, None, ServerRefusal("no", status=422))
     run = beside(tmp_path, transport)
     run.log({"accuracy": 0.5}, step=1)
     until(lambda: run.reports_dropped == {"refused_422": 1})
     run.log({"accuracy": 0.6}, step=2)
     run.finish()
-    assert [report.scalars for report in transport.reports] == [
-        {"evaluator/accuracy": 0.6, "evaluator/reports_dropped": 1.0}
-    ]
+    (report,) = transport.reports
+    assert report.scalars == {"evaluator/accuracy": 0.6, "evaluator/reports_dropped": 1.0}
 
 
 def test_it_waits_for_a_run_that_is_not_there_yet(tmp_path, capsys):
@@ -111,27 +89,19 @@ def test_it_waits_for_a_run_that_is_not_there_yet(tmp_path, capsys):
 
 
 def test_what_it_left_is_sent_after_the_trainings_and_holds_up_no_other_run(tmp_path):
-    for begin in (
-        lambda: beside(tmp_path, mode="offline", run_id="never"),
-        lambda: beside(tmp_path, mode="offline"),
-        lambda: make_run(tmp_path, mode="offline", run_id="r1"),
-        lambda: make_run(tmp_path, mode="offline", run_id="r2"),
-    ):
-        run = begin()
-        run.log({"accuracy": 1.0}, step=1)
+    left = [{"run_id": "never", "role": "evaluator"}, {"run_id": "r1", "role": "evaluator"}]
+    for named in (*left, {"run_id": "r1"}, {"run_id": "r2"}):
+        run = make_run(tmp_path, mode="offline", **named)
+        log_steps(run, 1, 1)
         run.finish()
     transport = Registry()
     outcome = send_folder(tmp_path, transport, 0.0)
-    assert [(entry.run_id, entry.sent) for entry in outcome.spools] == [
-        ("r1", 1),
-        ("r2", 1),
-        ("never", 0),
-        ("r1", 1),
-    ]
+    sent = [(entry.run_id, entry.sent) for entry in outcome.spools]
+    assert sent == [("r1", 1), ("r2", 1), ("never", 0), ("r1", 1)]
     assert "knows no run never" in (outcome.error or "")
     assert [path.parent.name for path in tmp_path.glob("spool/*/*")] == ["never"]
     names = [set(report.scalars) for report in transport.reports]
-    assert names == [{"accuracy"}, {"accuracy"}, {"evaluator/accuracy"}]
+    assert names == [{"loss"}, {"loss"}, {"evaluator/loss"}]
 
 
 def test_a_training_does_not_wait_for_what_an_evaluator_left(tmp_path, monkeypatch):
@@ -177,8 +147,7 @@ def test_each_process_is_a_launch_by_itself_whatever_it_inherits():
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_what_it_watches_stays_here_and_is_told_once(tmp_path, caplog, early):
-    transport = MemoryTransport()
+def test_what_it_watches_stays_here_and_is_told_once(tmp_path, transport, caplog, early):
     model = nn.Linear(8, 4).to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

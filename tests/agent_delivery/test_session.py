@@ -14,7 +14,7 @@ from torch import nn
 
 from collage_monitor.statistics import finish_all
 from collage_monitor.wire import AttemptCreate, RunCreate, RunUpdate, StreamCreate, array_from_bytes
-from tests.agent_delivery.doubles import arrived
+from tests.agent_delivery.doubles import arrived, of_kind
 from tests.forking import TORCH, TRAINING, run_forked
 
 pytestmark = pytest.mark.slow
@@ -40,39 +40,45 @@ def train(model, optimizer, steps, log=lambda loss: None):
         log(loss)
 
 
-def run_python(code):
-    return run_forked(TRAINING, "-W", "error", "-c", textwrap.dedent(code))
-
-
-def reports_of(transport):
-    return transport.reports
-
-
-def of_kind(transport, kind):
-    return [message for message in transport.messages if isinstance(message, kind)]
-
-
-def test_a_training_from_init_to_finish(capsys):
-    transport = MemoryTransport()
+def watched(**options):
+    """A small training and the handle of its watch."""
     model, optimizer = small_training()
+    return model, optimizer, collage.watch(model, optimizer, **{"every": 1, "budget": None, **options})
+
+
+def log_loss(loss):
+    collage.log({"loss": loss})
+
+
+def measured_steps(transport):
+    return [report.step for report in transport.reports if report.statistics]
+
+
+def run_python(code, *, status=0, imports=TRAINING):
+    result = run_forked(imports, "-W", "error", "-c", textwrap.dedent(code))
+    assert result.returncode == status, result.stderr
+    return result
+
+
+def test_a_training_from_init_to_finish(transport, capsys):
     run = collage.init("project", "name", transport=transport)
-    handle = collage.watch(model, optimizer, every=2, budget=None)
-    train(model, optimizer, 6, lambda loss: collage.log({"loss": loss}))
+    model, optimizer, handle = watched(every=2)
+    train(model, optimizer, 6, log_loss)
     summary = handle.summary()
     collage.finish()
     assert collage.current_run() is None
     assert of_kind(transport, AttemptCreate)[0].first_step == 1
     stream = of_kind(transport, StreamCreate)[-1]
     assert [layer.name for layer in stream.layers] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    measured = [report for report in reports_of(transport) if report.statistics is not None]
-    assert [report.step for report in measured] == [1, 2, 4, 6]
+    assert measured_steps(transport) == [1, 2, 4, 6]
+    last = [report for report in transport.reports if report.statistics][-1]
     logged = {report.step: report.scalars["loss"] for report in transport.reports if "loss" in report.scalars}
     assert sorted(logged) == [1, 2, 3, 4, 5, 6]
-    totals = array_from_bytes(measured[-1].model, (measured[-1].statistic_count,))
+    totals = array_from_bytes(last.model, (last.statistic_count,))
     finished = finish_all(dict(zip(stream.statistics, totals, strict=True)))
     assert summary["step"] == 6
     assert float(finished["edq_ratio"]) == pytest.approx(summary["model"]["edq_ratio"])
-    block = array_from_bytes(measured[-1].statistics, (measured[-1].statistic_count, measured[-1].layer_count))
+    block = array_from_bytes(last.statistics, (last.statistic_count, last.layer_count))
     elements = block[stream.statistics.index("elements")]
     np.testing.assert_array_equal(elements, [128, 16, 64, 4])
     assert run.reports_sent == len(transport.reports)
@@ -82,22 +88,19 @@ def test_a_training_from_init_to_finish(capsys):
 
 
 def test_a_watch_works_without_a_run():
-    model, optimizer = small_training()
-    handle = collage.watch(model, optimizer, every=1, budget=None)
-    train(model, optimizer, 2, lambda loss: collage.log({"loss": loss}))
+    model, optimizer, handle = watched()
+    train(model, optimizer, 2, log_loss)
     assert handle.summary()["step"] == 2
     assert collage.current_run() is None
     collage.finish()
 
 
-def test_a_watch_made_before_the_run_joins_it_though_nobody_keeps_its_handle():
-    transport = MemoryTransport()
-    model, optimizer = small_training()
-    collage.watch(model, optimizer, every=1, budget=None)
+def test_a_watch_made_before_the_run_joins_it_though_nobody_keeps_its_handle(transport):
+    model, optimizer, _ = watched()
     gc.collect()
     train(model, optimizer, 2)
     collage.init(transport=transport)
-    train(model, optimizer, 2, lambda loss: collage.log({"loss": loss}))
+    train(model, optimizer, 2, log_loss)
     collage.finish()
     assert of_kind(transport, AttemptCreate)[0].first_step == 3
     assert [report.step for report in transport.reports] == [3, 4]
@@ -107,16 +110,14 @@ def test_a_watch_made_before_the_run_joins_it_though_nobody_keeps_its_handle():
 def test_a_watch_stays_with_its_own_run():
     first, second = MemoryTransport(), MemoryTransport()
     collage.init(transport=first)
-    old_model, old_optimizer = small_training()
-    collage.watch(old_model, old_optimizer, every=1, budget=None)
+    old_model, old_optimizer, _ = watched()
     train(old_model, old_optimizer, 5)
     collage.init(transport=second)
-    new_model, new_optimizer = small_training()
-    collage.watch(new_model, new_optimizer, every=1, budget=None)
+    new_model, new_optimizer, _ = watched()
     train(old_model, old_optimizer, 1)
-    train(new_model, new_optimizer, 2, log=lambda loss: collage.log({"loss": loss}))
+    train(new_model, new_optimizer, 2, log_loss)
     collage.finish()
-    assert [report.step for report in first.reports if report.statistics] == [1, 2, 3, 4, 5]
+    assert measured_steps(first) == [1, 2, 3, 4, 5]
     assert first.messages[-1] == RunUpdate(state="finished")
     assert [report.step for report in second.reports] == [1, 2]
 
@@ -139,20 +140,18 @@ def test_a_watch_ends_with_its_run():
 
 
 @pytest.mark.parametrize("with_run", [False, True])
-def test_a_second_watch_of_an_optimizer_takes_the_place_of_the_first(caplog, with_run):
-    transport = MemoryTransport()
-    model, optimizer = small_training()
-    other = torch.optim.SGD(nn.Linear(3, 3).parameters())
+def test_a_second_watch_of_an_optimizer_takes_the_place_of_the_first(transport, caplog, with_run):
     if with_run:
         collage.init(transport=transport)
-    first = collage.watch(model, optimizer, every=1, budget=None)
+    model, optimizer, first = watched()
+    other = torch.optim.SGD(nn.Linear(3, 3).parameters())
     beside = collage.watch(model, other)
     second = collage.watch(model, optimizer, every=2, budget=None)
     assert (first.removed, beside.removed, second.removed) == (True, False, False)
     assert caplog.text.count("an earlier watch of these optimizers ends") == 1
     train(model, optimizer, 4)
     collage.finish()
-    assert [report.step for report in transport.reports if report.statistics] == ([1, 2, 4] if with_run else [])
+    assert measured_steps(transport) == ([1, 2, 4] if with_run else [])
 
 
 def test_a_log_without_a_run_is_told_once(caplog, monkeypatch):
@@ -167,37 +166,32 @@ def test_a_log_without_a_run_is_told_once(caplog, monkeypatch):
     assert caplog.text.count("log: no run has begun") == 1, "after a run it is what is usual"
 
 
-def test_beginning_loads_little_beside_torch_and_its_first_optimizer():
+def test_beginning_starts_nothing_and_loads_little_beside_torch_and_its_first_optimizer():
     """In each rank: what colours a terminal, a solver of equations or torch's compiler take seconds to load."""
     code = """
-        import sys, torch
+        import socket, sys, threading, torch
+        def refuse(*arguments, **options):
+            raise AssertionError("importing opened a socket")
+        socket.socket.connect = refuse
         torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-        before = set(sys.modules)
-        from collage_agent import watch, init
-        import collage_agent.optim
+        threads, before = threading.active_count(), set(sys.modules)
+        from collage_agent import current_run, watch, init
+        import collage_agent.optim, collage_agent.transport
+        assert threading.active_count() == threads, threading.enumerate()
+        assert current_run() is None
         added = {name.partition(".")[0] for name in set(sys.modules) - before}
         known = {"collage_agent", "collage_monitor", "collage_optim", "httpx", "msgspec", "ulid"}
         small = {"idna", "brotli", "_brotli", "numpy", "httpcore", "h11", "anyio", "certifi"}
         assert added <= known | small | set(sys.stdlib_module_names), added
         assert len(set(sys.modules) - before) <= 260, len(set(sys.modules) - before)
     """
-    result = run_forked(TORCH, "-W", "error", "-c", textwrap.dedent(code))
-    assert result.returncode == 0, result.stderr
+    run_python(code, imports=TORCH)
 
 
-def test_the_environment_replaces_defaults(monkeypatch):
-    values = {
-        "PROJECT": "from-outside",
-        "RUN_NAME": "the name",
-        "RUN_ID": "run-7",
-        "RUN_GROUP": "group",
-        "TAGS": "a, b",
-        "EVERY": "3",
-        "SAMPLE": "all",
-    }
-    for name, value in values.items():
+def test_the_environment_replaces_defaults(transport, monkeypatch):
+    told = {"PROJECT": "from-outside", "RUN_NAME": "the name", "RUN_ID": "run-7", "RUN_GROUP": "group"}
+    for name, value in {**told, "TAGS": "a, b", "EVERY": "3", "SAMPLE": "all"}.items():
         monkeypatch.setenv(f"COLLAGE_{name}", value)
-    transport = MemoryTransport()
     run = collage.init(transport=transport)
     handle = collage.watch(*small_training())
     assert (handle.options.every, handle.options.sample) == (3, "all")
@@ -209,12 +203,7 @@ def test_the_environment_replaces_defaults(monkeypatch):
 
 @pytest.mark.parametrize(
     ("option", "given", "variable"),
-    [
-        ("every", 10, "3"),
-        ("sample", 4096, "128"),
-        ("budget", 0.01, "0.5"),
-        ("budget", None, "0.5"),
-    ],
+    [("every", 10, "3"), ("sample", 4096, "128"), ("budget", 0.01, "0.5"), ("budget", None, "0.5")],
 )
 def test_what_equals_the_default_wins_too_when_it_is_passed(monkeypatch, option, given, variable):
     monkeypatch.setenv(f"COLLAGE_{option.upper()}", variable)
@@ -246,7 +235,8 @@ def test_nonsense_in_the_environment_is_named_and_ignored(monkeypatch, caplog):
     options = collage.watch(*small_training()).options
     assert run.settings.mode == "online"
     assert (options.every, options.sample, options.budget) == (10, 4096, 0.01)
-    assert {record.args[0] for record in caplog.records if record.args} >= {f"COLLAGE_{name}" for name in nonsense}
+    named = {record.args[0] for record in caplog.records if record.args}
+    assert named >= {f"COLLAGE_{name}" for name in nonsense}
 
 
 @pytest.mark.parametrize(
@@ -278,13 +268,12 @@ def test_bad_arguments_raise_and_name_the_value(arguments, message):
     assert collage.current_run() is None
 
 
-def test_configurations_of_all_sorts_are_kept():
+def test_configurations_of_all_sorts_are_kept(transport):
     class Namespace:
         def __init__(self):
             self.lr = 0.1
             self.dtype = torch.bfloat16
 
-    transport = MemoryTransport()
     with collage.init(config=Namespace(), transport=transport):
         pass
     with collage.init(config={"betas": (0.9, 0.99), 3: {"x": float("inf"), "big": 2**70}}, transport=transport):
@@ -294,21 +283,6 @@ def test_configurations_of_all_sorts_are_kept():
     assert second.config == {"betas": [0.9, 0.99], "3": {"x": "inf", "big": str(2**70)}}
 
 
-def test_importing_starts_nothing():
-    code = """
-        import socket, sys, threading
-        def refuse(*arguments, **options):
-            raise AssertionError("importing opened a socket")
-        socket.socket.connect = refuse
-        before = threading.active_count()
-        import collage_agent, collage_agent.transport
-        assert threading.active_count() == before, threading.enumerate()
-        assert collage_agent.current_run() is None
-    """
-    result = run_forked(TORCH, "-W", "error", "-c", textwrap.dedent(code))
-    assert result.returncode == 0, result.stderr
-
-
 def test_a_script_that_forgets_finish_loses_nothing(tmp_path):
     code = """
         import collage_agent as collage
@@ -316,28 +290,16 @@ def test_a_script_that_forgets_finish_loses_nothing(tmp_path):
         for step in range(1, 101):
             collage.log({"loss": 1.0}, step=step)
     """
-    result = run_python(code)
-    assert result.returncode == 0, result.stderr
-    assert "run forgetful: 100 reports wait in" in result.stdout
+    assert "run forgetful: 100 reports wait in" in run_python(code).stdout
     transport = arrived(tmp_path)
     assert [report.step for report in transport.reports] == list(range(1, 101))
     assert transport.messages[-1] == RunUpdate(state="finished")
 
 
-def test_a_script_that_fails_marks_the_run_failed(tmp_path):
-    code = """
-        import collage_agent as collage
-        collage.init(mode="offline")
-        collage.log({"loss": 1.0})
-        raise RuntimeError("diverged")
-    """
-    assert run_python(code).returncode == 1
-    assert arrived(tmp_path).messages[-1] == RunUpdate(state="failed")
-
-
 @pytest.mark.parametrize(
     ("ending", "status", "state"),
     [
+        ("raise RuntimeError('diverged')", 1, "failed"),
         ("sys.exit(3)", 3, "failed"),
         ("exit('no data')", 1, "failed"),
         ("sys.exit(0)", 0, "finished"),
@@ -345,7 +307,7 @@ def test_a_script_that_fails_marks_the_run_failed(tmp_path):
         ("caught()", 0, "finished"),
     ],
 )
-def test_the_status_of_an_exit_decides_whether_the_run_failed(tmp_path, ending, status, state):
+def test_a_script_that_fails_marks_the_run_failed(tmp_path, ending, status, state):
     code = f"""
         import sys
         import collage_agent as collage
@@ -358,7 +320,7 @@ def test_the_status_of_an_exit_decides_whether_the_run_failed(tmp_path, ending, 
         collage.log({{"loss": 1.0}})
         {ending}
     """
-    assert run_python(code).returncode == status
+    run_python(code, status=status)
     assert arrived(tmp_path).messages[-1] == RunUpdate(state=state)
 
 
@@ -381,8 +343,7 @@ def test_a_forked_child_reports_under_a_stream_of_its_own(tmp_path):
         collage.finish()
         assert run.reports_spooled == 2
     """
-    result = run_python(code)
-    assert result.returncode == 0, result.stderr
+    run_python(code)
     transport = arrived(tmp_path)
     streams = of_kind(transport, StreamCreate)
     assert len({stream.stream_id for stream in streams}) == 2
@@ -403,17 +364,15 @@ def test_a_forked_child_that_reports_nothing_leaves_nothing(tmp_path):
         assert os.waitpid(child, 0)[1] == 0
         collage.log({"loss": 1.0})
     """
-    result = run_python(code)
-    assert result.returncode == 0, result.stderr
+    run_python(code)
     assert len(list(tmp_path.glob("spool/*/*.spool"))) == 1
 
 
 def test_init_and_log_do_not_wait_for_a_server_that_hangs(server):
     server.always = "hang"
     collage.init(server_url=server.url)
-    model, optimizer = small_training()
-    collage.watch(model, optimizer, every=1, budget=None)
-    train(model, optimizer, 10, lambda loss: collage.log({"loss": loss}))
+    model, optimizer, _ = watched()
+    train(model, optimizer, 10, log_loss)
     assert server.requests[1:] == []
     assert "collage-agent" in {thread.name for thread in threading.enumerate()}
     server.always = None

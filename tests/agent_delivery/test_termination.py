@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from collage_monitor.wire import RunUpdate
-from tests.agent_delivery.doubles import arrived
+from tests.agent_delivery.doubles import arrived, of_kind
 from tests.forking import TRAINING, fork
 from tests.waiting import PATIENCE_SECONDS
 
@@ -57,14 +57,57 @@ def start(tmp_path):
         process.stdout.close()
 
 
-@pytest.mark.parametrize("loop", [IN_PYTHON, IN_NATIVE_CODE], ids=["python", "native"])
-def test_what_is_queued_is_kept_and_the_status_is_the_signals(start, tmp_path, loop):
-    process = start(loop=loop)
+def end(process):
+    """Send the signal; the status is the signal's."""
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
+
+
+TRAININGS = {
+    "python": {},
+    "native code": {"loop": IN_NATIVE_CODE},
+    "the end of the program waits for what is sent after the signal": {
+        "before": """
+        from collage_agent.run import Run
+        stop, begun = Run.stop, threading.Event()
+        def note_and_stop(*arguments):
+            begun.set()
+            stop(*arguments)
+        Run.stop = note_and_stop
+        """,
+        "loop": "begun.wait()",
+    },
+    "children have the signal's plain meaning and leave the parent alone": {
+        "after": """
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writer, b"y" if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else b"n")
+            while True:
+                signal.pause()
+        assert os.read(reader, 1) == b"y"
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGTERM
+        """,
+    },
+    "an event loop keeps its wakeup descriptor": {
+        "before": """
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
+        """,
+        "after": "assert signal.set_wakeup_fd(writer) == writer",
+    },
+}
+
+
+@pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
+def test_what_is_queued_is_kept_and_the_status_is_the_signals(start, tmp_path, training):
+    end(start(**training))
     transport = arrived(tmp_path)
     assert [report.step for report in transport.reports] == list(range(1, 51))
-    assert [message for message in transport.messages if isinstance(message, RunUpdate)] == []
+    assert of_kind(transport, RunUpdate) == []
 
 
 def test_the_queue_is_kept_when_the_main_thread_holds_its_lock(start, tmp_path):
@@ -81,23 +124,6 @@ def test_the_queue_is_kept_when_the_main_thread_holds_its_lock(start, tmp_path):
     )
     assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
     assert [report.step for report in arrived(tmp_path).reports] == list(range(1, 52))
-
-
-def test_the_end_of_the_program_waits_for_what_is_sent_after_the_signal(start, tmp_path):
-    process = start(
-        before="""
-        from collage_agent.run import Run
-        stop, begun = Run.stop, threading.Event()
-        def note_and_stop(*arguments):
-            begun.set()
-            stop(*arguments)
-        Run.stop = note_and_stop
-        """,
-        loop="begun.wait()",
-    )
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
-    assert len(arrived(tmp_path).reports) == 50
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -145,27 +171,6 @@ def test_an_ignored_signal_stays_ignored(start, tmp_path):
     assert process.stdout.readline() == "still here\n"
 
 
-def test_children_have_the_signals_plain_meaning_and_leave_the_parent_alone(start, tmp_path):
-    process = start(
-        after="""
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(writer, b"y" if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else b"n")
-            while True:
-                signal.pause()
-        assert os.read(reader, 1) == b"y"
-        os.kill(child, signal.SIGTERM)
-        _, status = os.waitpid(child, 0)
-        assert os.WTERMSIG(status) == signal.SIGTERM
-        """,
-    )
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
-    assert len(arrived(tmp_path).reports) == 50
-
-
 def test_finishing_gives_the_signal_back(start):
     start(
         after="""
@@ -182,50 +187,32 @@ def test_finishing_gives_the_signal_back(start):
     )
 
 
-def test_a_run_begun_on_another_thread_leaves_the_signal_alone(start, tmp_path):
-    process = start(
-        before="""
-        before = collage.init
-        def on_a_thread(**arguments):
-            thread = threading.Thread(target=before, kwargs=arguments)
-            thread.start()
-            thread.join()
-        collage.init = on_a_thread
-        """,
-        after="assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL",
-    )
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
-
-
-def test_an_event_loop_keeps_its_wakeup_descriptor(start, tmp_path):
-    process = start(
-        before="""
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer)
-        """,
-        after="assert signal.set_wakeup_fd(writer) == writer",
-    )
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
-    assert len(arrived(tmp_path).reports) == 50
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            """
+            before = collage.init
+            def on_a_thread(**arguments):
+                thread = threading.Thread(target=before, kwargs=arguments)
+                thread.start()
+                thread.join()
+            collage.init = on_a_thread
+            """,
+            "",
+        ),
+        (
+            "os.environ['COLLAGE_EXIT_HOOKS'] = 'off'; plain = sys.exit, type(exit).__call__",
+            "assert plain == (sys.exit, type(exit).__call__)",
+        ),
+    ],
+    ids=["begun on another thread", "by the user's wish"],
+)
+def test_a_run_may_leave_the_signal_and_the_exits_alone(start, before, after):
+    end(start(before, "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n" + after))
 
 
 def test_the_server_gets_it_when_it_is_there(start, tmp_path, server):
-    process = start(mode="online", address=server.url)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
+    end(start(mode="online", address=server.url))
     assert sorted(server.steps()) == list(range(1, 51))
     assert list(tmp_path.glob("spool/*")) == []
-
-
-def test_a_process_may_keep_its_signal_and_its_exits(start):
-    before = "os.environ['COLLAGE_EXIT_HOOKS'] = 'off'; plain = sys.exit, type(exit).__call__"
-    after = """
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert plain == (sys.exit, type(exit).__call__)
-    """
-    process = start(before, after)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
