@@ -3,13 +3,19 @@
 import torch
 from torch import nn
 
-__all__ = ["network", "saved", "trained"]
+__all__ = ["network", "saved", "tied_weights", "trained"]
 
 
 def network(dtype=torch.bfloat16, seed=0):
     """Two linear layers around a norm: matrices and vectors, some of one shape."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(24, 40), nn.LayerNorm(40), nn.Linear(40, 24)).to(dtype)
+
+
+def tied_weights():
+    model = nn.ModuleDict({"token": nn.Embedding(30, 8), "head": nn.Linear(8, 30, bias=False)})
+    model["head"].weight = model["token"].weight
+    return model
 
 
 def trained(make, *, dtype=torch.bfloat16, steps=12, scale=1.0):

@@ -19,9 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 def model_of(dtype, fan_in_fan_out=False):
     """GPT-2's weights stand the other way round."""
     torch.manual_seed(0)
-    layers = [
-        Conv1D(out, size) if fan_in_fan_out else nn.Linear(size, out) for size, out in ((32, 16), (16, 24), (24, 8))
-    ]
+    sizes = ((32, 16), (16, 24), (24, 8))
+    layers = [Conv1D(out, size) if fan_in_fan_out else nn.Linear(size, out) for size, out in sizes]
     return nn.Sequential(*layers).to(dtype)
 
 
@@ -65,34 +64,40 @@ def test_a_merge_is_foretold_as_peft_carries_it_out(tmp_path, dtype, options):
     assert (dtype is torch.float32) == all((layer.arrived_ratio or 0.0) > 0.9999 for layer in told.values())
 
 
-def audited(*words, status=0):
-    done = CliRunner().invoke(root, ["audit", *map(str, words)])
+def audited(folder, *words, status=0):
+    words = ["audit", folder / "base.pt", "--adapter", folder / "adapter", *words]
+    done = CliRunner().invoke(root, [*map(str, words)])
     assert done.exit_code == status, done.output
     return done.output
 
 
-def test_the_command_says_what_arrives_and_what_to_do(tmp_path):
-    model = model_of(torch.bfloat16)
-    torch.save({"model": model.state_dict()}, tmp_path / "base.pt")
-    adapted(model, 1e-4).save_pretrained(tmp_path / "adapter")
-    text = audited(tmp_path / "base.pt", "--adapter", tmp_path / "adapter", "--strict", status=1)
+@pytest.fixture
+def merge_of(tmp_path):
+    """Saves a bf16 model and an adapter of a size beside it, and returns the folder."""
+
+    def save(size):
+        model = model_of(torch.bfloat16)
+        torch.save({"model": model.state_dict()}, tmp_path / "base.pt")
+        adapted(model, size).save_pretrained(tmp_path / "adapter")
+        return tmp_path
+
+    return save
+
+
+def test_the_command_says_what_arrives_and_what_to_do(merge_of):
+    folder = merge_of(1e-4)
+    text = audited(folder, "--strict", status=1)
     assert "merged in bfloat16, " in text
     assert "keep the adapter beside the weights" in text
-    told = json.loads(audited(tmp_path / "base.pt", "--adapter", tmp_path / "adapter", "--json"))
+    told = json.loads(audited(folder, "--json"))
     assert told["total"]["elements"] == 32 * 16 + 24 * 8
     assert told["total"]["lost_ratio"] > 0.5
-    assert (
-        told["layers"][0]["arrived_ratio"] <= told["total"]["arrived_ratio"] <= told["layers"][1]["arrived_ratio"]
-    )
+    first, second = (layer["arrived_ratio"] for layer in told["layers"])
+    assert first <= told["total"]["arrived_ratio"] <= second
 
 
-def test_an_adapter_that_adds_nothing_loses_nothing(tmp_path):
-    model = model_of(torch.bfloat16)
-    torch.save(model.state_dict(), tmp_path / "base.pt")
-    adapted(model, 0.0).save_pretrained(tmp_path / "adapter")
-    assert "the adapter adds nothing" in audited(
-        tmp_path / "base.pt", "--adapter", tmp_path / "adapter", "--strict"
-    )
+def test_an_adapter_that_adds_nothing_loses_nothing(merge_of):
+    assert "the adapter adds nothing" in audited(merge_of(0.0), "--strict")
 
 
 @pytest.mark.parametrize(
@@ -103,24 +108,26 @@ def test_an_adapter_that_adds_nothing_loses_nothing(tmp_path):
         (None, "has no readable adapter_config.json"),
     ],
 )
-def test_what_is_no_lora_adapter_is_refused_by_name(tmp_path, changed, words):
-    model = model_of(torch.bfloat16)
-    torch.save(model.state_dict(), tmp_path / "base.pt")
-    adapted(model, 1e-3).save_pretrained(tmp_path / "adapter")
-    file = tmp_path / "adapter" / "adapter_config.json"
+def test_what_is_no_lora_adapter_is_refused_by_name(merge_of, changed, words):
+    folder = merge_of(1e-3)
+    file = folder / "adapter" / "adapter_config.json"
     file.write_text("{" if changed is None else json.dumps({**json.loads(file.read_text()), **changed}))
     with pytest.raises(CheckpointError, match=words):
-        audit_merge(tmp_path / "base.pt", tmp_path / "adapter")
+        audit_merge(folder / "base.pt", folder / "adapter")
 
 
-def test_an_adapter_of_another_model_names_what_lacks(tmp_path):
-    adapted(model_of(torch.bfloat16), 1e-3).save_pretrained(tmp_path / "adapter")
-    torch.save({"1.weight": torch.ones(16, 24)}, tmp_path / "base.pt")
-    with pytest.raises(CheckpointError, match=r"[02]\.weight of the base is not there; pass the model that"):
-        audit_merge(tmp_path / "base.pt", tmp_path / "adapter")
-    torch.save({"0.weight": torch.ones(3, 3), "2.weight": torch.ones(3, 3)}, tmp_path / "base.pt")
-    with pytest.raises(CheckpointError, match=r"is \(3, 3\), and the adapter adds"):
-        audit_merge(tmp_path / "base.pt", tmp_path / "adapter")
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        ({"1.weight": torch.ones(16, 24)}, r"[02]\.weight of the base is not there; pass the model that"),
+        (dict.fromkeys(["0.weight", "2.weight"], torch.ones(3, 3)), r"is \(3, 3\), and the adapter adds"),
+    ],
+)
+def test_an_adapter_of_another_model_names_what_lacks(merge_of, base, words):
+    folder = merge_of(1e-3)
+    torch.save(base, folder / "base.pt")
+    with pytest.raises(CheckpointError, match=words):
+        audit_merge(folder / "base.pt", folder / "adapter")
 
 
 def test_what_a_merge_of_linear_weights_does_not_speak_for_is_named(tmp_path):
@@ -133,7 +140,5 @@ def test_what_a_merge_of_linear_weights_does_not_speak_for_is_named(tmp_path):
     merge = audit_merge(tmp_path / "base.pt", tmp_path / "adapter")
     assert [layer.name for layer in merge.layers] == ["1.weight"]
     assert any("lora_embedding_A" in name for name in merge.left_out)
-    assert "left out: base_model.model.0.lora_embedding_A" in audited(
-        tmp_path / "base.pt", "--adapter", tmp_path / "adapter"
-    )
+    assert "left out: base_model.model.0.lora_embedding_A" in audited(tmp_path)
     assert merge.total.lost_ratio == merge.layers[0].lost_ratio, "a share of what the adapter adds to"

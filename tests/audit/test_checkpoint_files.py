@@ -17,35 +17,47 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from tests.audit.checkpoints import network, saved, trained
+from tests.audit.checkpoints import network, saved, tied_weights, trained
 
 
 def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+def kept_in(path):
+    return checkpoint_parameters(read_checkpoint(path))
+
+
 def strategies(path):
-    kept, notes = checkpoint_parameters(read_checkpoint(path))
-    return {entry.name: entry.strategy for entry in kept}, notes
+    return {entry.name: entry.strategy for entry in kept_in(path)[0]}
+
+
+def assert_holds_the_weights_of(checkpoint, model):
+    assert list(checkpoint.weights) == list(model.state_dict())
+    for name, weight in model.state_dict().items():
+        assert torch.equal(checkpoint.weights[name], weight)
+
+
+def assert_paired(kept, model, optimizer):
+    parameters = dict(model.named_parameters())
+    assert {entry.name for entry in kept} == parameters.keys()
+    for entry in kept:
+        assert torch.equal(entry.averages["exp_avg"], optimizer.state[parameters[entry.name]]["exp_avg"])
 
 
 def test_a_file_of_state_dicts(tmp_path):
     path = saved(tmp_path / "last.pt", *trained(adamw), epoch=3, config={"lr": 1e-3})
-    names, notes = strategies(path)
-    assert names == {f"{layer}.{kind}": "plain" for layer in (0, 1, 2) for kind in ("weight", "bias")}
-    assert notes == []
+    assert strategies(path) == {f"{layer}.{kind}": "plain" for layer in (0, 1, 2) for kind in ("weight", "bias")}
+    assert kept_in(path)[1] == []
 
 
-def test_an_old_torch_file(tmp_path):
+def test_files_of_an_old_torch_and_of_lightning(tmp_path):
     torch.save(network().state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     assert len(read_checkpoint(tmp_path / "old.pt").weights) == 6
-
-
-def test_a_lightning_checkpoint(tmp_path):
     model, optimizer = trained(adamw)
     content = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "global_step": 12}
     torch.save(content, tmp_path / "epoch=1.ckpt")
-    assert set(strategies(tmp_path / "epoch=1.ckpt")[0].values()) == {"plain"}
+    assert set(strategies(tmp_path / "epoch=1.ckpt").values()) == {"plain"}
 
 
 def test_a_folder_of_safetensors_shards_and_an_optimizer_file(tmp_path):
@@ -62,9 +74,10 @@ def test_a_folder_of_safetensors_shards_and_an_optimizer_file(tmp_path):
     assert checkpoint.files == ["model-1.safetensors", "model-2.safetensors", "optimizer.pt"]
     for name, weight in weights.items():
         assert torch.equal(checkpoint.weights[name], weight)
-    names, notes = strategies(tmp_path)
-    assert set(names.values()) == {"plain"}
+    kept, notes = checkpoint_parameters(checkpoint)
+    assert {entry.strategy for entry in kept} == {"plain"}
     # safetensors are not in the model's order: which of three tensors of one shape is which is not said.
+    names = [entry.name for entry in kept]
     assert [name for name in names if name.startswith("group")] == ["group0.1", "group0.2", "group0.3"]
     assert any("3 of 6 parameters" in note and "safetensors" in note for note in notes)
 
@@ -116,16 +129,11 @@ def test_nothing_there_is_a_sentence(tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_distributed_checkpoint(tmp_path):
     model, optimizer = trained(lambda model: CollageAdamW(list(model.named_parameters()), lr=1e-3, strategy="plus"))
-    content = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "args": Namespace(lr=1e-3),
-        "step": 3,
-    }
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    content = {**states, "args": Namespace(lr=1e-3), "step": 3}
     distributed_checkpoint.save(content, checkpoint_id=tmp_path / "step-3", no_dist=True)
     checkpoint = read_checkpoint(tmp_path / "step-3")
-    for name, weight in model.state_dict().items():
-        assert torch.equal(checkpoint.weights[name], weight)
+    assert_holds_the_weights_of(checkpoint, model)
     kept, notes = checkpoint_parameters(checkpoint)
     assert notes == []
     for entry in kept:
@@ -140,30 +148,26 @@ def test_a_distributed_checkpoint_with_a_flattened_optimizer(tmp_path):
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     flat = get_optimizer_state_dict(model, optimizer, options=options)
     distributed_checkpoint.save({"model": model.state_dict(), **flat}, checkpoint_id=tmp_path, no_dist=True)
-    kept, notes = checkpoint_parameters(read_checkpoint(tmp_path))
+    kept, notes = kept_in(tmp_path)
     assert notes == []
-    for entry in kept:
-        state = optimizer.state[dict(model.named_parameters())[entry.name]]
-        assert torch.equal(entry.averages["exp_avg"], state["exp_avg"])
-        assert entry.group["betas"] == (0.9, 0.999)
+    assert_paired(kept, model, optimizer)
+    assert {entry.group["betas"] for entry in kept} == {(0.9, 0.999)}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_code_in_a_distributed_checkpoint_is_not_run(tmp_path, capsys):
-    distributed_checkpoint.save(
-        {"model": network().state_dict(), "extra": Sneaky()}, checkpoint_id=tmp_path, no_dist=True
-    )
+    content = {"model": network().state_dict(), "extra": Sneaky()}
+    distributed_checkpoint.save(content, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(CheckpointError, match=r"print.*could run code; save state dicts"):
         read_checkpoint(tmp_path)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Sneaky()))
-    with pytest.raises(CheckpointError, match=r"builtins\.print.*could run code"):
-        read_checkpoint(tmp_path)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps({"no": "index"}))
-    with pytest.raises(CheckpointError, match="is no index of a distributed checkpoint"):
-        read_checkpoint(tmp_path)
-    (tmp_path / ".metadata").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="is cut off"):
-        read_checkpoint(tmp_path)
+    for index, words in (
+        (pickle.dumps(Sneaky()), r"builtins\.print.*could run code"),
+        (pickle.dumps({"no": "index"}), "is no index of a distributed checkpoint"),
+        (b"", "is cut off"),
+    ):
+        (tmp_path / ".metadata").write_bytes(index)
+        with pytest.raises(CheckpointError, match=words):
+            read_checkpoint(tmp_path)
     assert "code ran" not in capsys.readouterr().out
 
 
@@ -187,9 +191,7 @@ def test_a_whole_model_is_read_without_its_class(tmp_path, capsys):
     content = {"model": model, "optimizer": optimizer.state_dict(), "args": Namespace(lr=1e-3, out=Path("a"))}
     torch.save(content, tmp_path / "whole.pt")
     checkpoint = read_checkpoint(tmp_path / "whole.pt")
-    assert list(checkpoint.weights) == list(model.state_dict())
-    for name, weight in model.state_dict().items():
-        assert torch.equal(checkpoint.weights[name], weight)
+    assert_holds_the_weights_of(checkpoint, model)
     assert len(checkpoint.optimizers) == 1
     assert "code ran" not in capsys.readouterr().out
 
@@ -202,12 +204,9 @@ def test_states_find_their_weights_across_groups_with_and_without_decay(tmp_path
         return torch.optim.AdamW(groups, lr=1e-3)
 
     model, optimizer = trained(grouped)
-    kept, notes = checkpoint_parameters(read_checkpoint(saved(tmp_path / "a.pt", model, optimizer)))
+    kept, notes = kept_in(saved(tmp_path / "a.pt", model, optimizer))
     assert notes == []
-    parameters = dict(model.named_parameters())
-    for entry in kept:
-        state = optimizer.state[parameters[entry.name]]
-        assert torch.equal(entry.averages["exp_avg"], state["exp_avg"])
+    assert_paired(kept, model, optimizer)
 
 
 def test_where_order_does_not_tell_it_says_so(tmp_path):
@@ -217,7 +216,7 @@ def test_where_order_does_not_tell_it_says_so(tmp_path):
         groups = [{"params": [*others, vectors[2]]}, {"params": vectors[:2]}]
         return torch.optim.AdamW(groups, lr=1e-3)
 
-    kept, notes = checkpoint_parameters(read_checkpoint(saved(tmp_path / "a.pt", *trained(scattered))))
+    kept, notes = kept_in(saved(tmp_path / "a.pt", *trained(scattered)))
     assert sum(not entry.paired for entry in kept) == 3
     assert "3 of 6 parameters" in notes[0]
 
@@ -228,15 +227,13 @@ def test_named_parameters_need_no_order(tmp_path):
         return torch.optim.AdamW(parameters[::-1], lr=1e-3)
 
     model, optimizer = trained(named)
-    kept, _ = checkpoint_parameters(read_checkpoint(saved(tmp_path / "a.pt", model, optimizer)))
+    kept, _ = kept_in(saved(tmp_path / "a.pt", model, optimizer))
     assert [entry.name for entry in kept] == [name for name, _ in model.named_parameters()][::-1]
     assert all(entry.weight is not None for entry in kept)
 
 
 def test_a_tied_weight_counts_once(tmp_path):
-    model = nn.ModuleDict({"token": nn.Embedding(30, 8), "head": nn.Linear(8, 30, bias=False)})
-    model["head"].weight = model["token"].weight
-    kept, _ = checkpoint_parameters(read_checkpoint(saved(tmp_path / "tied.pt", model)))
+    kept, _ = kept_in(saved(tmp_path / "tied.pt", tied_weights()))
     assert [entry.name for entry in kept] == ["token.weight"]
 
 
@@ -258,12 +255,8 @@ def test_what_other_libraries_write_is_audited_as_what_it_is(tmp_path, name, nam
     """Said was "97 % of updates lost" beside fp32 master weights, and no problem of ones that were rounded."""
     audit = audit_checkpoint(unpacked(name + "-rounded" * rounded, tmp_path))
     assert [entry.strategy for entry in audit.kept] == ["master-weights"]
-    assert audit.kept[0].tensors == {
-        "weight": "bfloat16",
-        "master weight": "float32",
-        "exp_avg": "float32",
-        "exp_avg_sq": "float32",
-    }
+    wide = dict.fromkeys(("master weight", "exp_avg", "exp_avg_sq"), "float32")
+    assert audit.kept[0].tensors == {"weight": "bfloat16", **wide}
     assert (audit.kept[0].parameters, audit.elements, audit.learning_rate) == (6, 471, 1e-4)
     assert audit.layers[0].name.endswith("0.weight")
     assert [finding.code for finding in audit.findings] == ["master-rounded"] * rounded
@@ -331,8 +324,7 @@ def test_of_a_layout_that_is_not_certain_no_finding_is_made(tmp_path, spoil):
 )
 def test_states_of_megatron_that_fit_no_weight_are_not_taken_for_weights(tmp_path, name, reason):
     content = {**network().state_dict(), name: torch.zeros(7)}
-    writer = distributed_checkpoint.FileSystemWriter(tmp_path)
-    distributed_checkpoint.save(content, storage_writer=writer, no_dist=True)
+    distributed_checkpoint.save(content, checkpoint_id=tmp_path, no_dist=True)
     audit = audit_checkpoint(tmp_path)
     assert (audit.findings, audit.elements) == ([], sum(own.numel() for own in network().parameters()))
     assert reason in " ".join(audit.notes)

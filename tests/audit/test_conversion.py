@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import state_dict as views
 
 from collage_monitor.strategies import STRATEGIES as CATALOGUE
-from tests.audit.checkpoints import network, saved, trained
+from tests.audit.checkpoints import network, saved, tied_weights, trained
 
 TARGETS = [name for name in STRATEGIES if name != "plain"]
 
@@ -40,10 +40,18 @@ def resumed(weights, optimizer_state, strategy):
     return model, optimizer
 
 
-def assert_same_state(one, other, models):
-    for first, second in zip(*(model.parameters() for model in models), strict=True):
+def converted_to(strategy, path, output):
+    """What is written under the strategy."""
+    convert_checkpoint(path, strategy).write(output)
+    return torch.load(output, weights_only=True)
+
+
+def assert_same_state(found, expected):
+    """found, expected: models with their optimizers."""
+    (model, optimizer), (other, its) = found, expected
+    for first, second in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(first, second)
-        ours, theirs = one.state[first], other.state[second]
+        ours, theirs = optimizer.state[first], its.state[second]
         assert ours.keys() == theirs.keys()
         for key, value in ours.items():
             assert value.dtype == theirs[key].dtype, key
@@ -63,7 +71,7 @@ def test_what_is_written_is_what_loading_converts_to(source, target, tmp_path):
     assert content["optimizer"]["param_groups"][0]["strategy"] == target
     found = resumed(content["model"], content["optimizer"], target)
     expected = resumed(model.state_dict(), copy.deepcopy(optimizer.state_dict()), target)
-    assert_same_state(found[1], expected[1], (found[0], expected[0]))
+    assert_same_state(found, expected)
     report = converted.report
     assert (report.source, report.target, report.parameters) == ([source], target, 6)
     assert report.elements == 2064
@@ -84,8 +92,7 @@ def test_what_is_written_is_what_loading_converts_to(source, target, tmp_path):
 def test_what_began_empty_is_noted_in_the_checkpoint_and_is_no_problem(build, source, tmp_path):
     model, optimizer = trained(build)
     path = saved(tmp_path / "run.pt", model, optimizer, step=12)
-    convert_checkpoint(path, "split-master").write(tmp_path / "new.pt")
-    group = torch.load(tmp_path / "new.pt", weights_only=True)["optimizer"]["param_groups"][0]
+    group = converted_to("split-master", path, tmp_path / "new.pt")["optimizer"]["param_groups"][0]
     steps = int(max(state["step"] for state in optimizer.state.values()))
     assert group.get("converted_from", "") == source
     assert group.get("residuals_from", 0) == (steps if source else 0)
@@ -112,22 +119,17 @@ def test_what_is_equal_lost_and_never_kept_is_told(tmp_path):
     assert {loss.component for loss in report.lost} == {"weight", "exp_avg_sq"}
     path = saved(tmp_path / "plain.pt", *trained(ours("plain")))
     report = convert_checkpoint(path, "plus").report
-    assert report.gained == [
-        "a residual of weight, which begins at zero",
-        "a residual of exp_avg_sq, which begins at zero",
-    ]
-    assert report.never_kept == [
-        "what rounding has taken from weight so far: it was never kept, of 2,064 weights",
-        "what rounding has taken from exp_avg_sq so far: it was never kept, of 2,064 weights",
-    ]
+    both = ("weight", "exp_avg_sq")
+    assert report.gained == [f"a residual of {name}, which begins at zero" for name in both]
+    never = "what rounding has taken from {} so far: it was never kept, of 2,064 weights"
+    assert report.never_kept == [never.format(name) for name in both]
     assert not report.lost
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_fp32_run_of_torch_keeps_its_weights_as_far_as_the_strategy_can(target, tmp_path):
     model, optimizer = trained(torchs, dtype=torch.float32)
-    convert_checkpoint(saved(tmp_path / "fp32.pt", model, optimizer), target).write(tmp_path / "new.pt")
-    content = torch.load(tmp_path / "new.pt")
+    content = converted_to(target, saved(tmp_path / "fp32.pt", model, optimizer), tmp_path / "new.pt")
     assert {tensor.dtype for tensor in content["model"].values()} == {torch.bfloat16}
     new, kept = resumed(content["model"], content["optimizer"], target)
     for own, wide in zip(new.parameters(), model.parameters(), strict=True):
@@ -145,8 +147,7 @@ def test_an_fp32_run_of_torch_keeps_its_weights_as_far_as_the_strategy_can(targe
 def test_torchs_own_optimizer_and_back(tmp_path):
     model, optimizer = trained(torchs)
     convert_checkpoint(saved(tmp_path / "torch.pt", model, optimizer), "plus").write(tmp_path / "plus.pt")
-    convert_checkpoint(tmp_path / "plus.pt", "plain").write(tmp_path / "back.pt")
-    content = torch.load(tmp_path / "back.pt")
+    content = converted_to("plain", tmp_path / "plus.pt", tmp_path / "back.pt")
     again = torch.optim.AdamW(network().named_parameters())
     again.load_state_dict(content["optimizer"])
     for state, original in zip(again.state.values(), optimizer.state.values(), strict=True):
@@ -156,8 +157,7 @@ def test_torchs_own_optimizer_and_back(tmp_path):
 
 def test_sgd_without_a_counter(tmp_path):
     model, optimizer = trained(lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
-    convert_checkpoint(saved(tmp_path / "sgd.pt", model, optimizer), "light").write(tmp_path / "new.pt")
-    content = torch.load(tmp_path / "new.pt")
+    content = converted_to("light", saved(tmp_path / "sgd.pt", model, optimizer), tmp_path / "new.pt")
     loaded = CollageSGD(network().parameters(), strategy="light")
     loaded.load_state_dict(content["optimizer"])
     for state, original in zip(loaded.state.values(), optimizer.state.values(), strict=True):
@@ -173,10 +173,9 @@ def hugging_face(folder, model, optimizer):
     parts = {"model-00001-of-00002.safetensors": names[:3], "model-00002-of-00002.safetensors": names[3:]}
     for file, own in parts.items():
         save_file({name: tensors[name] for name in own}, folder / file, metadata={"format": "pt"})
-    index = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-        "weight_map": {name: file for file, own in parts.items() for name in own},
-    }
+    files = {name: file for file, own in parts.items() for name in own}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text("{}")
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
@@ -188,9 +187,8 @@ def test_a_hugging_face_folder_keeps_its_layout(tmp_path):
     model, optimizer = trained(torchs, dtype=torch.float32)
     folder = hugging_face(tmp_path / "checkpoint-12", model, optimizer)
     convert_checkpoint(folder, "plus").write(tmp_path / "new")
-    assert sorted(file.name for file in (tmp_path / "new").iterdir()) == sorted(
-        file.name for file in folder.iterdir()
-    )
+    written, before = ({file.name for file in own.iterdir()} for own in (tmp_path / "new", folder))
+    assert written == before
     assert (tmp_path / "new" / "scheduler.pt").read_bytes() == (folder / "scheduler.pt").read_bytes()
     weights: dict[str, torch.Tensor] = {}
     for file in (tmp_path / "new").glob("*.safetensors"):
@@ -216,23 +214,18 @@ def test_a_distributed_checkpoint_keeps_its_layout(flattened, tmp_path):
     content = {"model": fresh.state_dict(), "optim": views.get_optimizer_state_dict(fresh, target, options=options)}
     dcp.load(content, checkpoint_id=tmp_path / "new", no_dist=True)
     views.set_optimizer_state_dict(fresh, target, content["optim"], options=options)
-    expected = resumed(model.state_dict(), optimizer.state_dict(), "plus")
-    assert_same_state(target, expected[1], (fresh, expected[0]))
+    assert_same_state((fresh, target), resumed(model.state_dict(), optimizer.state_dict(), "plus"))
     assert target.param_groups[0]["lr"] == 1e-3
 
 
 def test_tied_weights_stay_one(tmp_path):
-    model = torch.nn.Module()
-    model.embedding = torch.nn.Embedding(30, 8)
-    model.head = torch.nn.Linear(8, 30, bias=False)
-    model.head.weight = model.embedding.weight
+    model = tied_weights()
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
-    model.head(model.embedding(torch.arange(30))).square().sum().backward()
+    model["head"](model["token"](torch.arange(30))).square().sum().backward()
     optimizer.step()
-    convert_checkpoint(saved(tmp_path / "tied.pt", model, optimizer), "plus").write(tmp_path / "new.pt")
-    weights = torch.load(tmp_path / "new.pt")["model"]
+    weights = converted_to("plus", saved(tmp_path / "tied.pt", model, optimizer), tmp_path / "new.pt")["model"]
     assert weights["head.weight"].dtype == torch.bfloat16
-    assert weights["head.weight"].data_ptr() == weights["embedding.weight"].data_ptr()
+    assert weights["head.weight"].data_ptr() == weights["token.weight"].data_ptr()
 
 
 def test_the_command_says_before_it_writes(tmp_path):

@@ -1,14 +1,17 @@
-"""What an audit finds in checkpoints of real optimizers, and in the same checkpoints damaged."""
+"""What an audit finds in checkpoints of real optimizers, ours and of other libraries, and in damaged ones."""
 
+import bitsandbytes
 import pytest
+import pytorch_optimizer
 import torch
-from collage_agent.audit import audit_checkpoint
+from collage_agent.audit import audit_checkpoint, read_checkpoint
+from collage_agent.audit.checkpoint_parameters import checkpoint_parameters
 from collage_optim import STRATEGIES, CollageAdamW
 from safetensors.torch import save_file
 from torch import nn
 
 from collage_monitor.strategies import STRATEGIES as CATALOGUE
-from tests.audit.checkpoints import trained
+from tests.audit.checkpoints import saved, trained
 from tests.keepers import replicas
 
 REPLICAS = {
@@ -40,6 +43,12 @@ def audited(tmp_path, model, optimizer=None, *, change=None, learning_rate=None)
 
 def codes(audit, severity=None):
     return {finding.code for finding in audit.findings if severity in (None, finding.severity)}
+
+
+def the(audit, code):
+    """The one finding of this code."""
+    (finding,) = [finding for finding in audit.findings if finding.code == code]
+    return finding
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -85,55 +94,88 @@ def test_a_dropped_part_is_found(tmp_path, strategy, key):
             del state[key]
 
     audit = audited(tmp_path, *trained(collage(strategy)), change=drop)
-    (finding,) = [finding for finding in audit.findings if finding.code == "component-missing"]
-    assert finding.severity == "problem"
+    finding = the(audit, "component-missing")
     told = "the low component of exp_avg_sq" if key == "exp_avg_sq_low" else key
     assert finding.text.startswith(f"{told} (strategy {strategy!r}) is missing for 6 parameters")
     assert len(finding.layers) == 6
 
 
-def test_bits_below_the_weight_that_torch_cast_are_found(tmp_path):
-    def cast_to_floats(weights, states):
+def cast(key, *dtypes):
+    """Each state's tensor of this name is cast to the dtypes in turn."""
+
+    def change(weights, states):
         for state in states.values():
-            state["parameter_low"] = state["parameter_low"].bfloat16()
+            for dtype in dtypes:
+                state[key] = state[key].to(dtype)
 
-    audit = audited(tmp_path, *trained(collage("split-master")), change=cast_to_floats)
-    assert codes(audit, "problem") == {"remainder-cast"}
-
-
-def test_a_zeroed_low_component_is_found(tmp_path):
-    def zero(weights, states):
-        states[0]["parameter_low"] = torch.zeros_like(states[0]["parameter_low"])
-
-    audit = audited(tmp_path, *trained(collage("light")), change=zero)
-    (finding,) = [finding for finding in audit.findings if finding.code == "residual-zero"]
-    assert finding.layers == ["0.weight"]
+    return change
 
 
-def test_a_low_component_of_other_weights_is_found(tmp_path):
-    def shrink(weights, states):
-        weights["2.weight"].mul_(2**-6)
-
-    audit = audited(tmp_path, *trained(collage("light")), change=shrink)
-    (finding,) = [finding for finding in audit.findings if finding.code == "residual-foreign"]
-    assert finding.layers == ["2.weight"]
+def cast_weights(dtype):
+    return lambda weights, states: weights.update({name: own.to(dtype).float() for name, own in weights.items()})
 
 
-def test_a_weight_changed_without_its_master_is_found(tmp_path):
-    audit = audited(
-        tmp_path, *trained(collage("master-weights")), change=lambda weights, states: weights["0.weight"].mul_(1.5)
-    )
-    assert [f.layers for f in audit.findings if f.code == "master-stale"] == [["0.weight"]]
+def scaled(name, factor):
+    return lambda weights, states: weights[name].mul_(factor)
 
 
-def test_a_master_weight_that_went_through_bfloat16_is_found(tmp_path):
-    def cast(weights, states):
-        for state in states.values():
-            state["master_parameter"] = state["master_parameter"].bfloat16().float()
+def zeroed(weights, states):
+    states[0]["parameter_low"].zero_()
 
-    audit = audited(tmp_path, *trained(collage("master-weights")), change=cast)
-    (finding,) = [finding for finding in audit.findings if finding.code == "master-rounded"]
-    assert set(finding.layers) == {"0.weight", "2.weight"}
+
+def broken(value):
+    def change(weights, states):
+        weights["0.bias"][3] = value
+        states[2]["exp_avg"][1] = value
+
+    return change
+
+
+def named(model):
+    return torch.optim.AdamW(model.named_parameters(), lr=1e-3, betas=(0.9, 0.95))
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NAMES = [f"{layer}.{kind}" for layer in range(3) for kind in ("weight", "bias")]
+MATRICES = ["0.weight", "2.weight"]
+PLACES = ["0.bias (weight)", "1.weight (exp_avg)"]
+light, split, masters = (collage(strategy) for strategy in ("light", "split-master", "master-weights"))
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "change", "code", "severity", "layers", "words"),
+    [
+        (split, BF16, cast("parameter_low", BF16), "remainder-cast", "problem", NAMES, ""),
+        (light, BF16, zeroed, "residual-zero", "problem", ["0.weight"], ""),
+        (light, BF16, scaled("2.weight", 2**-6), "residual-foreign", "warning", ["2.weight"], ""),
+        (masters, BF16, scaled("0.weight", 1.5), "master-stale", "problem", ["0.weight"], ""),
+        (masters, BF16, cast("master_parameter", BF16, FP32), "master-rounded", "problem", MATRICES, ""),
+        (named, FP32, cast("exp_avg_sq", BF16), "states-cast", "warning", NAMES, ""),
+        (adamw, FP32, cast("step", BF16), "counter-narrow", "problem", NAMES, "counts to 256 and no further"),
+        (
+            adamw,
+            FP32,
+            cast("step", torch.int8),
+            "counter-narrow",
+            "problem",
+            NAMES,
+            "to 127 and no further: it stands at 12",
+        ),
+        (adamw, FP32, cast_weights(BF16), "weights-cast", "warning", MATRICES, "bfloat16"),
+        (adamw, FP32, cast_weights(FP16), "weights-cast", "warning", MATRICES, "float16"),
+        (adamw, BF16, broken(float("nan")), "nonfinite", "problem", PLACES, ""),
+        (adamw, BF16, broken(float("inf")), "nonfinite", "problem", PLACES, ""),
+        (named, BF16, lambda weights, states: states.pop(1), "no-state", "note", ["0.bias"], ""),
+    ],
+)
+def test_a_damage_is_found_for_what_it_is(tmp_path, make, dtype, change, code, severity, layers, words):
+    model, optimizer = trained(make, dtype=dtype)
+    before = codes(audited(tmp_path, model, optimizer))
+    audit = audited(tmp_path, model, optimizer, change=change)
+    assert codes(audit) - before == {code}
+    finding = the(audit, code)
+    assert (finding.severity, finding.layers) == (severity, layers)
+    assert words in finding.text
 
 
 @pytest.mark.parametrize(
@@ -167,51 +209,6 @@ def test_squares_that_fell_to_zero_in_float16_are_found(tmp_path):
     assert "second-moment-zero" in codes(audit, "problem")
 
 
-def test_states_cast_beside_float32_weights_are_found(tmp_path):
-    def cast(weights, states):
-        for state in states.values():
-            state["exp_avg_sq"] = state["exp_avg_sq"].bfloat16()
-
-    audit = audited(tmp_path, *trained(adamw, dtype=torch.float32), change=cast)
-    assert "states-cast" in codes(audit, "warning")
-
-
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, "256"), (torch.int8, "127"), (None, "")])
-def test_a_counter_that_was_cast_is_found(tmp_path, dtype, most):
-    """Code that casts every tensor casts the step, too: 1,001 becomes 1,000 and stays there."""
-
-    def cast(weights, states):
-        for state in states.values() if dtype is not None else ():
-            state["step"] = state["step"].to(dtype)
-
-    audit = audited(tmp_path, *trained(adamw, dtype=torch.float32), change=cast)
-    found = [finding for finding in audit.findings if finding.code == "counter-narrow"]
-    assert [finding.severity for finding in found] == (["problem"] if most else [])
-    assert all(f"counts to {most} and no further: it stands at 12 in 6 parameters" in own.text for own in found)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_float32_weights_that_went_through_16_bits_are_found(tmp_path, dtype):
-    def cast(weights, states):
-        for name in weights:
-            weights[name] = weights[name].to(dtype).float()
-
-    audit = audited(tmp_path, *trained(adamw, dtype=torch.float32), change=cast)
-    (finding,) = [finding for finding in audit.findings if finding.code == "weights-cast"]
-    assert str(dtype).removeprefix("torch.") in finding.text
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_found(tmp_path, value):
-    def break_one(weights, states):
-        weights["0.bias"][3] = value
-        states[2]["exp_avg"][1] = value
-
-    audit = audited(tmp_path, *trained(adamw), change=break_one)
-    (finding,) = [finding for finding in audit.findings if finding.code == "nonfinite"]
-    assert finding.layers == ["0.bias (weight)", "1.weight (exp_avg)"]
-
-
 def test_weights_alone_say_that_little_is_known(tmp_path):
     audit = audited(tmp_path, trained(adamw)[0])
     assert codes(audit) == {"weights-only"}
@@ -230,13 +227,6 @@ def test_a_compensation_of_another_library_is_recognised(tmp_path):
     assert [entry.strategy for entry in audit.kept] == ["light or kahan"]
 
 
-def test_states_that_lack_for_some_parameters_are_named(tmp_path):
-    model, optimizer = trained(lambda model: torch.optim.AdamW(model.named_parameters(), lr=1e-3))
-    audit = audited(tmp_path, model, optimizer, change=lambda weights, states: states.pop(1))
-    (finding,) = [finding for finding in audit.findings if finding.code == "no-state"]
-    assert finding.layers == ["0.bias"]
-
-
 def remainders(key):
     kind, dtype = REPLICAS[key]
     return trained(lambda model: kind(list(model.named_parameters()), lr=1e-4), dtype=dtype)
@@ -249,23 +239,22 @@ def test_integer_remainders_are_named_and_make_the_grid_finer(tmp_path, key):
     assert [entry.strategy for entry in audit.kept] == ["integer-remainder"]
     assert "integer remainder" in audit.kept[0].tensors
     assert codes(audit) == {"remainder-kept"}
-    (told,) = audit.findings
-    assert told.text.startswith(f"{key} (")
+    assert audit.findings[0].text.startswith(f"{key} (")
     assert audit.total is not None
     alone = audited(tmp_path, model, learning_rate=3e-6)
     assert alone.total is not None
     assert audit.total.lost_ratio < 0.1 < 0.5 < alone.total.lost_ratio
 
 
-def zeroed(key, remainder):
+def dropped(key, remainder):
     return torch.zeros_like(remainder)
 
 
-def cast(key, remainder):
+def cast_to_floats(key, remainder):
     return remainder.half() if key == "error_bits" else remainder.view(torch.int16).bfloat16()
 
 
-@pytest.mark.parametrize(("damage", "code"), [(zeroed, "residual-zero"), (cast, "remainder-cast")])
+@pytest.mark.parametrize(("damage", "code"), [(dropped, "residual-zero"), (cast_to_floats, "remainder-cast")])
 @pytest.mark.parametrize("key", REPLICAS)
 def test_a_remainder_that_was_dropped_or_cast_is_a_problem(tmp_path, key, damage, code):
     model, optimizer = remainders(key)
@@ -296,8 +285,7 @@ def test_a_remainder_beside_another_weight_is_a_problem(tmp_path):
     assert "remainder-foreign" not in codes(audited(tmp_path, model, optimizer, change=exported))
     assert "remainder-foreign" in codes(audited(tmp_path, model, optimizer, change=of_another_moment), "problem")
     audit = audited(tmp_path, model, optimizer, change=padded)
-    (told,) = (finding for finding in audit.findings if finding.code == "remainder-foreign")
-    assert told.layers == ["2.weight"]
+    assert the(audit, "remainder-foreign").layers == ["2.weight"]
 
 
 def in_a_folder(path, model, optimizer, change=None):
@@ -310,15 +298,11 @@ def in_a_folder(path, model, optimizer, change=None):
     return audit_checkpoint(path)
 
 
-def deep(model):
-    return CollageAdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), strategy="master-weights")
-
-
 def test_a_healthy_folder_has_no_problem_and_a_stale_one_is_found(tmp_path):
     torch.manual_seed(0)
     layers = {f"layer{number}": nn.Linear(8, 8) for number in (10, 2, 0, 1)}
     model = nn.ModuleDict(layers).bfloat16()
-    optimizer = deep(model)
+    optimizer = collage("master-weights")(model)
     for _ in range(4):
         outputs = [layer(torch.ones(2, 8, dtype=torch.bfloat16)).float() for layer in model.values()]
         loss = (torch.stack(outputs) - 1).square().mean()
@@ -330,10 +314,7 @@ def test_a_healthy_folder_has_no_problem_and_a_stale_one_is_found(tmp_path):
     assert not any("could not be matched" in note for note in audit.notes)
     assert {layer.name for layer in audit.layers} == set(dict(model.named_parameters()))
 
-    def stale(weights):
-        weights["layer2.weight"] *= 2
-
-    changed = in_a_folder(tmp_path, model, optimizer, stale)
+    changed = in_a_folder(tmp_path, model, optimizer, lambda weights: weights["layer2.weight"].mul_(2))
     (told,) = (finding for finding in changed.findings if finding.severity == "problem")
     assert (told.code, told.layers) == ("master-stale", ["layer2.weight"])
 
@@ -348,3 +329,123 @@ def test_weights_and_states_that_are_not_paired_are_not_compared(tmp_path):
     assert audit.total is not None
     assert whole.total is not None
     assert audit.elements == whole.elements
+
+
+@pytest.mark.parametrize("kind", [pytorch_optimizer.Adan, pytorch_optimizer.CAME])
+def test_three_betas_give_no_estimate_and_are_no_error(tmp_path, kind):
+    audit = audited(tmp_path, *trained(lambda model: kind(model.parameters(), lr=1e-3)))
+    assert audit.total is not None
+    assert audit.total.lost_ratio is not None
+    assert audit.total.estimated_lost_ratio is None
+
+
+@pytest.mark.parametrize(
+    ("rate", "read"),
+    [(torch.tensor(2.0**-10), 2.0**-10), (None, None), (torch.tensor([1e-3, 1e-4]), None), ("relative", None)],
+)
+def test_a_learning_rate_in_a_tensor_is_read_and_one_that_is_no_number_is_none(tmp_path, rate, read):
+    model, optimizer = trained(adamw)
+    optimizer.param_groups[0]["lr"] = rate
+    audit = audited(tmp_path, model, optimizer)
+    assert audit.learning_rate == read
+    assert any("no learning rate" in note for note in audit.notes) == (read is None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_of_one_byte_are_read(tmp_path, dtype):
+    weight = torch.randn(64, 64).to(dtype)
+    torch.save({"sound": weight, "scale": torch.ones(64)}, tmp_path / "sound.pt")
+    assert codes(audit_checkpoint(tmp_path / "sound.pt", 1e-4), "problem") == {"learning-rate-lost"}
+    broken = weight.float()
+    broken[3, 4] = float("nan")
+    torch.save({"broken": broken.to(dtype), "scale": torch.ones(64)}, tmp_path / "broken.pt")
+    audit = audit_checkpoint(tmp_path / "broken.pt")
+    assert codes(audit, "problem") == {"nonfinite"}
+    assert the(audit, "nonfinite").layers == ["broken (weight)"]
+
+
+def adafactor(model):
+    return torch.optim.Adafactor(model.parameters(), lr=1e-3)
+
+
+def factored(model):
+    """The state of transformers' Adafactor: rows and columns of a matrix are vectors, as biases are."""
+    states: dict[int, dict[str, object]] = {}
+    for number, parameter in enumerate(model.parameters()):
+        names = ("exp_avg_sq",) if parameter.dim() == 1 else ("exp_avg_sq_row", "exp_avg_sq_col")
+        vectors = {name: torch.ones(length) for name, length in zip(names, parameter.shape, strict=True)}
+        states[number] = {"step": 3, "RMS": torch.ones(()), **vectors}
+    return {"state": states, "param_groups": [{"params": list(states), "lr": None, "beta1": None}]}
+
+
+def test_factored_states_without_names_find_their_weights(tmp_path):
+    model, optimizer = trained(adafactor)
+    for state_dict in (optimizer.state_dict(), factored(model)):
+        path = saved(tmp_path / "a.pt", model, state=state_dict)
+        kept, notes = checkpoint_parameters(read_checkpoint(path))
+        assert notes == []
+        assert [entry.name for entry in kept] == [name for name, _ in model.named_parameters()]
+        assert all(entry.paired and entry.weight is not None for entry in kept)
+        assert audit_checkpoint(path).elements == 2064
+
+
+def test_a_broken_weight_is_found_whose_states_have_none_of_its_shape(tmp_path):
+    def break_one(weights, states=None):
+        weights["2.weight"][3, 4] = float("nan")
+
+    model, optimizer = trained(adafactor)
+    (tmp_path / "folder").mkdir()
+    for audit in (
+        audited(tmp_path, model, optimizer, change=break_one),
+        in_a_folder(tmp_path / "folder", model, optimizer, break_one),
+    ):
+        assert the(audit, "nonfinite").layers == ["2.weight (weight)"]
+        assert audit.elements == 2064
+
+
+def test_weights_that_nothing_steps_are_looked_at_and_called_neither_dropped_nor_too_coarse(tmp_path):
+    model, optimizer = trained(lambda model: torch.optim.AdamW(list(model.named_parameters())[:2], lr=1e-3))
+    model[2].weight.data[0, 0] = float("nan")
+    audit = audited(tmp_path, model, optimizer)
+    assert the(audit, "nonfinite").layers == ["2.weight (weight)"]
+    assert "no-state" not in codes(audit)
+    assert audit.elements == 2064
+    assert len(audit.layers) == 2
+
+
+def test_sgd_without_momentum_keeps_no_state_and_is_not_judged_by_the_learning_rate(tmp_path):
+    audit = audited(tmp_path, *trained(lambda model: torch.optim.SGD(model.parameters(), lr=1e-6)))
+    assert audit.findings == []
+    assert [(entry.parameters, entry.elements) for entry in audit.kept] == [(6, 2064)]
+    assert audit.total is None
+    assert any("not of the learning rate's size" in note for note in audit.notes)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_8bit_states_of_bitsandbytes_are_read(tmp_path):
+    def make(model):
+        return bitsandbytes.optim.AdamW8bit(model.parameters(), lr=1e-3, min_8bit_size=16)
+
+    audit = audited(tmp_path, *trained(make))
+    (kept,) = audit.kept
+    assert (kept.strategy, kept.parameters, kept.elements) == ("plain", 6, 2064)
+    assert kept.tensors["state1"] == "uint8"
+    assert "no-state" not in codes(audit)
+    assert audit.notes == []
+    assert audit.total is not None
+
+
+def test_a_parameter_with_two_stuck_second_moments_counts_once(tmp_path):
+    audit = audited(tmp_path, *trained(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, amsgrad=True)))
+    finding = the(audit, "second-moment-stuck")
+    assert len(finding.layers) == 6
+    assert "in 6 parameters" in finding.text
+
+
+def test_of_two_optimizers_only_adams_part_is_judged_by_the_learning_rate(tmp_path):
+    model, adam = trained(lambda model: torch.optim.AdamW(list(model.named_parameters())[:4], lr=1e-5))
+    momentum = torch.optim.SGD(list(model.named_parameters())[4:], lr=1e-5, momentum=0.9)
+    momentum.step()
+    audit = audit_checkpoint(saved(tmp_path / "two.pt", model, adam, second=momentum.state_dict()))
+    assert len(audit.layers) == 4
+    assert any("2 parameters are not of the learning rate's size" in note for note in audit.notes)
