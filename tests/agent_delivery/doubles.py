@@ -73,6 +73,14 @@ def log_steps(run, first, last):
         run.log({"loss": 1.0}, step=step)
 
 
+def ended_run(folder, steps, **arguments):
+    """A run that has logged so many steps and is over."""
+    run = make_run(folder, **arguments)
+    log_steps(run, 1, steps)
+    run.finish()
+    return run
+
+
 class Scripted(MemoryTransport):
     """Raises what its script says for the next messages, None where it takes one."""
 

@@ -72,7 +72,7 @@ class Training:
         self.optimizer = kind(self.model.parameters(), lr=1e-3)
         self.step = 0
 
-    def take(self, steps):
+    def take(self, steps, log=True):
         for _ in range(steps):
             self.step += 1
             batch = torch.randn(32, 8, generator=torch.Generator().manual_seed(self.step)).to(torch.bfloat16)
@@ -80,7 +80,8 @@ class Training:
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            collage.log({"loss": loss})
+            if log:
+                collage.log({"loss": loss})
 
     def saved(self):
         return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), self.step))
@@ -91,7 +92,7 @@ class Training:
         self.optimizer.load_state_dict(optimizer)
 
     def watch(self, **options):
-        return collage.watch(self.model, self.optimizer, every=1, budget=None, **options)
+        return collage.watch(self.model, self.optimizer, **{"every": 1, "budget": None, **options})
 
 
 def attempts(transport):

@@ -12,8 +12,7 @@ from collage_agent.transport.sender import Sender
 from collage_monitor.errors import NotAuthorised, NotFound, ServerRefusal, ServerUnreachable, Unavailable
 from collage_monitor.wire import Report, ReportBatch, ReportGap, RunCreate
 from tests.agent_delivery.doubles import QUICK, Scripted, arrived, log_steps, make_run, of_kind
-from tests.agent_delivery.stepped import RUN_ID, Clock, Disk, Process, patch_surroundings
-from tests.agent_delivery.unreliable import UnreliableServer
+from tests.agent_delivery.stepped import RUN_ID, Clock, Disk, Process, UnreliableServer, patch_surroundings
 from tests.waiting import until
 
 HASTY = replace(QUICK, first_pause_seconds=0.001, longest_pause_seconds=0.002, linger_seconds=0.0, batch_reports=3)

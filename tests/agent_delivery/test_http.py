@@ -2,8 +2,8 @@
 
 import pytest
 
-from collage_monitor.wire import AttemptCreate, ReportBatch, ReportGap, decode_batch, decode_message
-from tests.agent_delivery.doubles import ServerDouble, log_steps, make_run, measurement
+from collage_monitor.wire import ReportBatch, ReportGap, decode_batch
+from tests.agent_delivery.doubles import ended_run, log_steps, make_run, measurement
 from tests.ports import free_port
 from tests.waiting import until
 
@@ -18,15 +18,6 @@ def begun(folder, server):
     run.started(1)
     log_steps(run, 1, 1)
     until(lambda: run.reports_sent == 1)
-    return run
-
-
-def left_behind(folder, steps, **arguments):
-    """A run that found no server and left its steps on disk."""
-    run = make_run(folder, server_url=f"http://127.0.0.1:{free_port()}", **arguments)
-    run.measured(measurement(1))
-    log_steps(run, 2, steps)
-    run.finish()
     return run
 
 
@@ -50,7 +41,8 @@ def batches(server, monkeypatch):
     return arrived
 
 
-def test_messages_take_their_routes_with_the_token(tmp_path, server):
+def test_messages_take_their_routes_with_the_token_and_leave_no_lines_in_the_log(tmp_path, server, caplog):
+    caplog.set_level("INFO", logger="httpx")
     run = make_run(tmp_path, server_url=server.url, token="secret-token", project="my project")
     run.measured(measurement(1))
     run.finish()
@@ -68,6 +60,7 @@ def test_messages_take_their_routes_with_the_token(tmp_path, server):
     assert {entry["content-type"] for entry in headers} == {"application/msgpack"}
     assert run.reports_sent == 1
     assert spools(tmp_path) == []
+    assert not any("/api/" in record.getMessage() for record in caplog.records)
 
 
 def test_the_local_token_goes_to_a_local_server_only(tmp_path, server):
@@ -76,16 +69,6 @@ def test_the_local_token_goes_to_a_local_server_only(tmp_path, server):
     assert server.requests[0][2]["authorization"] == "Bearer from-the-folder"
     remote = make_run(tmp_path, server_url="http://collage.invalid:7420", mode="disabled")
     assert remote.settings.token is None
-
-
-def test_the_token_shows_nowhere(tmp_path, server, caplog, capsys):
-    server.always = 401
-    run = make_run(tmp_path, server_url=server.url, token="secret-token")
-    log_steps(run, 1, 3)
-    run.finish()
-    texts = [repr(run), repr(run.settings), caplog.text, *capsys.readouterr()]
-    assert not any("secret-token" in text for text in texts)
-    assert not any(b"secret-token" in path.read_bytes() for path in spools(tmp_path))
 
 
 @pytest.mark.slow
@@ -141,25 +124,9 @@ def test_a_server_that_lost_the_stream_is_told_again_and_the_log_tells_once(tmp_
     assert caplog.text.count("what it had acknowledged before may be missing there") == 1
 
 
-def test_a_deleted_run_stops_sending(tmp_path, server, caplog):
-    run = begun(tmp_path, server)
-    server.script = [410]
-    log_steps(run, 2, 2)
-    until(lambda: run.reports_dropped == {"run_deleted": 1})
-    asked = len(server.requests)
-    log_steps(run, 3, 3)
-    run.finish()
-    assert len(server.requests) == asked
-    assert run.reports_dropped["run_deleted"] >= 2
-    assert "was deleted" in caplog.text
-    assert spools(tmp_path) == []
-
-
 def test_a_refused_run_stops_sending(tmp_path, server, caplog):
     server.script = [409]
-    run = make_run(tmp_path, server_url=server.url, run_id="taken", resume="never")
-    log_steps(run, 1, 2)
-    run.finish()
+    run = ended_run(tmp_path, 2, server_url=server.url, run_id="taken", resume="never")
     assert len(server.requests) == 1
     assert run.reports_dropped == {"run_refused": 2}
     assert "refuses run taken" in caplog.text
@@ -167,25 +134,23 @@ def test_a_refused_run_stops_sending(tmp_path, server, caplog):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", [401, 403])
-def test_without_a_valid_token_reports_wait_on_disk(tmp_path, server, status, capsys):
+def test_without_a_valid_token_reports_wait_on_disk(tmp_path, server, status, caplog, capsys):
+    """The token shows nowhere."""
     server.always = status
-    run = make_run(tmp_path, server_url=server.url)
-    log_steps(run, 1, 3)
-    run.finish()
+    run = ended_run(tmp_path, 3, server_url=server.url, token="wrong-token")
     assert (run.reports_sent, run.reports_spooled, run.reports_dropped) == (0, 3, {})
-    said = capsys.readouterr().err
+    printed, said = capsys.readouterr()
     assert "set COLLAGE_TOKEN" in said
-    assert "Bearer" not in said
+    texts = [repr(run), repr(run.settings), caplog.text, printed, said]
+    assert not any(secret in text for secret in ("wrong-token", "Bearer") for text in texts)
+    assert not any(b"wrong-token" in path.read_bytes() for path in spools(tmp_path))
     server.always = None
-    later = make_run(tmp_path, server_url=server.url, token="right")
-    later.finish()
+    make_run(tmp_path, server_url=server.url, token="right").finish()
     assert sorted(server.steps()) == [1, 2, 3]
 
 
 def test_rejected_reports_are_counted_and_their_neighbours_kept(tmp_path, server, batches, caplog):
-    run = make_run(tmp_path, server_url=server.url)
-    log_steps(run, 1, 3)
-    run.finish()
+    run = ended_run(tmp_path, 3, server_url=server.url)
     assert run.reports_dropped == {"rejected": 1}
     assert run.reports_sent + 1 == len(server.steps())
     assert "step 1 came too late" in caplog.text
@@ -202,7 +167,10 @@ def test_a_rejected_report_is_told_as_a_gap_with_the_next_batch(tmp_path, server
 
 
 def test_an_absent_server_costs_nothing_and_the_next_run_delivers_once(tmp_path, server, capsys):
-    run = left_behind(tmp_path, 20, name="first")
+    run = make_run(tmp_path, server_url=f"http://127.0.0.1:{free_port()}", name="first")
+    run.measured(measurement(1))
+    log_steps(run, 2, 20)
+    run.finish()
     printed = capsys.readouterr()
     assert "collage-monitor up" in printed.err
     assert f"run first: 20 reports wait in {tmp_path}/spool/{run.run_id}" in printed.out
@@ -217,38 +185,9 @@ def test_an_absent_server_costs_nothing_and_the_next_run_delivers_once(tmp_path,
     assert later.reports_sent == 0
 
 
-@pytest.mark.slow
-def test_a_server_that_comes_back_gets_everything_once_and_in_order(tmp_path):
-    server = ServerDouble()
-    port = server.http.server_port
-    run = make_run(tmp_path, server_url=server.url)
-    run.started(1)
-    log_steps(run, 1, 5)
-    until(lambda: run.reports_sent == 5)
-    server.close()
-    log_steps(run, 6, 10)
-    until(lambda: run.reports_spooled > 0)
-    log_steps(run, 11, 15)
-    back = ServerDouble(port)
-    back.stored = server.stored
-    try:
-        until(lambda: run.reports_sent == 15)
-        log_steps(run, 16, 20)
-        run.finish()
-        (reports,) = back.stored.values()
-        assert [report.step for report in reports.values()] == list(range(1, 21))
-        assert list(reports) == list(range(20))
-        assert (run.reports_sent, run.reports_spooled, run.reports_dropped) == (20, 0, {})
-    finally:
-        back.close()
-    assert spools(tmp_path) == []
-
-
 def test_finish_keeps_its_deadline_when_the_server_hangs(tmp_path, server):
     server.always = "hang"
-    run = make_run(tmp_path, server_url=server.url)
-    log_steps(run, 1, 5)
-    run.finish()
+    run = ended_run(tmp_path, 5, server_url=server.url)
     assert (run.reports_sent, run.reports_spooled, run.reports_dropped) == (0, 5, {})
 
 
@@ -258,9 +197,7 @@ def test_nothing_is_sent_to_a_stranger_at_the_default_address(tmp_path, server, 
     monkeypatch.setattr(server, "always", 404)
     original = server.http.RequestHandlerClass.do_GET
     monkeypatch.setattr(server.http.RequestHandlerClass, "do_GET", lambda self: self.reply(200, b"hello"))
-    run = make_run(tmp_path)
-    log_steps(run, 1, 2)
-    run.finish()
+    run = ended_run(tmp_path, 2)
     assert server.requests == []
     assert run.reports_spooled == 2
     assert "no server answers" in capsys.readouterr().err
@@ -271,28 +208,12 @@ def test_nothing_is_sent_to_a_stranger_at_the_default_address(tmp_path, server, 
 
 
 def test_offline_mode_keeps_everything_for_the_next_run(tmp_path, server, capsys):
-    run = make_run(tmp_path, server_url=server.url, mode="offline")
-    log_steps(run, 1, 4)
-    run.finish()
+    run = ended_run(tmp_path, 4, server_url=server.url, mode="offline")
     assert server.requests == []
     assert run.reports_spooled == 4
     assert "offline: reports are kept in" in capsys.readouterr().err
     make_run(tmp_path, server_url=server.url).finish()
     assert sorted(server.steps()) == [1, 2, 3, 4]
-
-
-def test_an_older_attempt_of_the_same_run_is_heard_of_first(tmp_path, server):
-    left_behind(tmp_path, 20, run_id="resumed")
-    server.script = [503]
-    second = make_run(tmp_path, server_url=server.url, run_id="resumed")
-    second.started(11)
-    log_steps(second, 11, 20)
-    second.finish()
-    attempts = [body for _, path, _, body in server.requests if path.endswith("/attempts")]
-    assert [decode_message(body, AttemptCreate).first_step for body in attempts] == [1, 11]
-    assert sorted(server.steps()) == sorted([*range(1, 21), *range(11, 21)])
-    assert (second.reports_sent, second.reports_spooled) == (10, 0)
-    assert spools(tmp_path) == []
 
 
 def test_a_connection_closed_while_idle_is_opened_again_even_at_the_end(tmp_path, server):
@@ -306,25 +227,7 @@ def test_a_connection_closed_while_idle_is_opened_again_even_at_the_end(tmp_path
 def test_a_run_that_ends_just_after_its_server_dropped_it_tries_once_more(tmp_path, server):
     server.script = ["cut"]
     run = make_run(tmp_path, server_url=server.url)
-    run.started(1)
     log_steps(run, 1, 1)
     until(lambda: server.requests)
     run.finish()
-    assert (run.reports_sent, run.reports_spooled) == (1, 0)
-    assert spools(tmp_path) == []
-
-
-def test_requests_leave_no_lines_in_the_training_log(tmp_path, server, caplog):
-    caplog.set_level("INFO", logger="httpx")
-    make_run(tmp_path, server_url=server.url).finish()
-    assert server.requests
-    assert [record for record in caplog.records if record.name == "httpx"] == []
-
-
-def test_a_folder_that_cannot_be_written_costs_reports_and_nothing_else(tmp_path, caplog):
-    (tmp_path / "file").write_text("in the way")
-    run = make_run(tmp_path / "file", mode="offline")
-    log_steps(run, 1, 3)
-    run.finish()
-    assert run.reports_dropped == {"spool_failed": 4}
-    assert "cannot be kept" in caplog.text
+    assert (run.reports_sent, run.reports_spooled, spools(tmp_path)) == (1, 0, [])

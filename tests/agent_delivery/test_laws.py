@@ -14,8 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.agent_delivery.stepped import Clock, Disk, Process, patch_surroundings
-from tests.agent_delivery.unreliable import TROUBLES, UnreliableServer
+from tests.agent_delivery.stepped import TROUBLES, Clock, Disk, Process, UnreliableServer, patch_surroundings
 
 SLOTS = st.sampled_from([0, 0, 1])
 ANY_TROUBLE = st.sampled_from(TROUBLES)

@@ -5,6 +5,7 @@ The other trackers' own stores are read back by `drills/doors`, each in an envir
 
 import threading
 from collections import Counter
+from typing import Any, cast
 
 import collage_agent as collage
 import pytest
@@ -115,6 +116,16 @@ def double(monkeypatch):
     return made
 
 
+@pytest.fixture
+def mirrors(double):
+    return Mirrors(["double"], MirroredRun("r", "name", "p", None, lambda: "http://nowhere", threading.Event()))
+
+
+def incident(step):
+    told = {"alert": "CollageEdqLow", "severity": "warning", "source": "server", "state": "firing", "text": "low"}
+    return Incident(incident_id=str(step), started_at=1.0, step=step, **cast(Any, told))
+
+
 def test_a_mirror_that_hangs_holds_up_neither_training_nor_reports_nor_another(double, tmp_path):
     def hold(step):
         if step == 10:
@@ -132,8 +143,7 @@ def test_a_mirror_that_hangs_holds_up_neither_training_nor_reports_nor_another(d
     assert {name: counts.written for name, counts in trained.counts.items()} == {"tensorboard": 40, "double": 40}
 
 
-def test_one_failure_costs_one_row(double):
-    mirrors = Mirrors(["double"], facts())
+def test_one_failure_costs_one_row(double, mirrors):
     double[0].error = ConnectionError("away")
     mirrors.alert(incident(1))
     until(lambda: mirrors.counts["double"].failed == 1, "the failure is counted")
@@ -154,9 +164,8 @@ def test_everything_is_written_on_the_mirror_s_own_thread_in_order_and_closed(do
     assert made.run.address().endswith(trained.run_id)
 
 
-def test_a_full_queue_drops_the_oldest_and_counts(double, monkeypatch):
+def test_a_full_queue_drops_the_oldest_and_counts(double, mirrors, monkeypatch):
     monkeypatch.setattr(mirroring, "_QUEUE_ITEMS", 5)
-    mirrors = Mirrors(["double"], facts())
     double[0].held.clear()
     for step in range(20):
         mirrors.alert(incident(step))
@@ -169,9 +178,8 @@ def test_a_full_queue_drops_the_oldest_and_counts(double, monkeypatch):
     assert [event.step for event in double[0].seen][-1] == 19
 
 
-def test_what_a_tracker_that_hangs_never_took_is_counted_at_the_end(double):
+def test_what_a_tracker_that_hangs_never_took_is_counted_at_the_end(double, mirrors):
     """Told was 0 failed and 0 dropped, and 21 rows were gone."""
-    mirrors = Mirrors(["double"], facts())
     double[0].held.clear()
     for step in range(21):
         mirrors.alert(incident(step))
@@ -238,20 +246,3 @@ def test_offline_runs_are_mirrored_and_disabled_ones_are_not(double, mode, tmp_p
     run = collage.init("p", mirrors=["double"], mode=mode, dir=tmp_path)
     assert list(run.mirrors.counts) == (["double"] if mode == "offline" else [])
     collage.finish()
-
-
-def facts():
-    return MirroredRun("r", "name", "p", None, lambda: "http://nowhere", threading.Event())
-
-
-def incident(step):
-    return Incident(
-        incident_id=str(step),
-        alert="CollageEdqLow",
-        severity="warning",
-        source="server",
-        state="firing",
-        text="low",
-        started_at=1.0,
-        step=step,
-    )

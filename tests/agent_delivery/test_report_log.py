@@ -1,14 +1,19 @@
-"""The spool file: order, durability, torn ends, locks and damage."""
+"""The spool file: order, durability, torn ends, locks and damage; and `collage-monitor sync`, which sends it."""
 
+import json
 import os
 import random
 
 import pytest
+from click.testing import CliRunner
+from collage_agent.command.sync import sync
 from collage_agent.transport.envelope import Envelope
 from collage_agent.transport.report_log import ReportLog, abandoned_spools, spool_path
+from collage_agent.transport.sender import send_folder
 
-from collage_monitor.errors import WireError
+from collage_monitor.errors import NotAuthorised, NotFound, ServerUnreachable, Unavailable, WireError
 from collage_monitor.wire import AttemptCreate, Report, ReportBatch, ReportGap, RunCreate
+from tests.agent_delivery.doubles import Scripted, ended_run
 from tests.forking import TRAINING, run_forked
 
 pytestmark = pytest.mark.slow
@@ -268,3 +273,80 @@ def test_what_is_left_in_a_closed_file_is_on_the_disk(path, monkeypatch):
 def test_an_envelope_that_is_none_raises():
     with pytest.raises(WireError, match="not a spooled message"):
         Envelope.from_bytes(b"\xc1")
+
+
+def leave_behind(folder, runs):
+    for number in range(runs):
+        ended_run(folder, 5, mode="offline", run_id=f"run-{runs - number}")
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(sync, [str(argument) for argument in arguments], env={})
+
+
+def test_the_command_sends_to_a_server_and_says_what_it_did(tmp_path, server):
+    leave_behind(tmp_path, 2)
+    (tmp_path / "token").write_text("from-the-folder\n")
+    result = invoke("--server-url", server.url, "--dir", tmp_path, "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.output)
+    outcomes = [(entry["run_id"], entry["sent"], entry["bytes_left"]) for entry in answer["spools"]]
+    assert outcomes == [("run-2", 5, 0), ("run-1", 5, 0)]
+    assert (answer["in_use"], answer["error"]) == (0, None)
+    assert sorted(server.steps()) == sorted([*range(1, 6)] * 2)
+    assert [method for method, *_ in server.requests].count("PATCH") == 2
+    assert list(tmp_path.glob("spool/*")) == []
+    assert server.requests[0][2]["authorization"] == "Bearer from-the-folder"
+    again = invoke("--server-url", server.url, "--dir", tmp_path)
+    assert "nothing waits" in again.output
+
+
+def test_without_a_server_everything_stays_and_the_command_fails(tmp_path, server):
+    leave_behind(tmp_path, 1)
+    before = {path: path.read_bytes() for path in tmp_path.glob("spool/*/*")}
+    url = server.url
+    server.close()
+    result = invoke("--server-url", url, "--dir", tmp_path, "--wait", 0)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"collage-monitor: not everything could be sent: {url}")
+    assert "`collage-monitor up` starts a server here; --server-url names another" in result.stderr
+    assert "bytes left" in result.output
+    assert {path: path.read_bytes() for path in tmp_path.glob("spool/*/*")} == before
+
+
+def test_a_spool_of_a_living_process_is_left_to_it(tmp_path, server):
+    log = ReportLog(spool_path(tmp_path, "run", "stream"))
+    log.append(reports(0))
+    log.keep()
+    result = invoke("--server-url", server.url, "--dir", tmp_path)
+    assert result.exit_code == 0
+    assert "1 files belong to runs that are alive" in result.output
+    assert server.requests == []
+    log.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "pause_seconds"),
+    [
+        ([ServerUnreachable("away")], 0.1),
+        ([Unavailable("busy", status=503, retry_after_seconds=7.0)], 7.0),
+        ([None, None, None, NotFound("no such stream", status=404)], 0.0),
+    ],
+    ids=["away", "busy", "lost the stream"],
+)
+def test_a_server_in_trouble_for_a_moment_is_waited_for_and_told_again(tmp_path, script, pause_seconds):
+    leave_behind(tmp_path, 1)
+    slept = [0.0]
+    outcomes = send_folder(tmp_path, Scripted(*script), 30.0, sleep=slept.append, clock=lambda: sum(slept))
+    assert [(entry.sent, entry.dropped) for entry in outcomes.spools] == [(5, {})]
+    assert outcomes.error is None
+    assert sum(slept) >= pause_seconds
+
+
+def test_a_wrong_token_is_said_at_once(tmp_path):
+    leave_behind(tmp_path, 2)
+    slept: list[float] = []
+    outcomes = send_folder(tmp_path, Scripted(NotAuthorised("no", status=401)), 30.0, sleep=slept.append)
+    assert (outcomes.error, slept) == ("no", [])
+    assert [entry.bytes_left > 0 for entry in outcomes.spools] == [True]
+    assert len(list(tmp_path.glob("spool/*/*"))) == 2

@@ -17,6 +17,7 @@ from tests.agent_delivery.doubles import (
     QUICK,
     HandleDouble,
     ServerDouble,
+    ended_run,
     layout,
     log_steps,
     make_run,
@@ -55,7 +56,7 @@ def test_registrations_precede_reports_and_the_end_is_marked(tmp_path, transport
     named = (created.run_id, created.name, created.tags, created.config, created.seed)
     assert named == (run.run_id, "n", ["t"], {"lr": 0.1}, 3)
     assert {envelope.project for envelope in transport.envelopes} == {"p"}
-    assert first_steps(transport) == [5]
+    assert [(attempt.first_step, attempt.role) for attempt in of_kind(transport, AttemptCreate)] == [(5, None)]
     assert [layer.name for layer in stream.layers] == ["a", "b"]
     assert stream.statistics == ["elements", "sampled", "intended_squared_sum"]
     assert stream.watch.optimizer == "SGD"
@@ -74,18 +75,25 @@ def test_a_report_holds_block_and_model(run, transport):
     np.testing.assert_array_equal(model_of(report), [3.0, 3.0, math.nan])
 
 
-def test_scalars_of_a_measured_step_share_its_report(run, transport):
+@pytest.mark.parametrize(("before", "steps"), [(False, [1, 2, 3]), (True, [1, 1, 2, 3])])
+def test_scalars_of_a_measured_step_share_its_report(run, transport, before, steps):
+    """Also where they are logged before it, but for the first, before which nobody knows that it is the first."""
     handle = HandleDouble()
     run.attach(handle)
-    run.started(1)
-    for step in (1, 2):
-        run.measured(measurement(step))
+    for step in (1, 2, 3):
+        if before:
+            run.log({"loss": 1.0 / step}, step=step)
+        if step == 1:
+            run.started(1)
         handle.step = step
-        run.log({"loss": 1.0 / step})
+        run.measured(measurement(step))
+        if not before:
+            run.log({"loss": 1.0 / step})
     run.finish()
-    assert [(report.seq, report.step) for report in transport.reports] == [(0, 1), (1, 2)]
-    assert [report.scalars["loss"] for report in transport.reports] == [1.0, 0.5]
-    assert all(report.statistics is not None for report in transport.reports)
+    assert [(report.seq, report.step) for report in transport.reports] == list(enumerate(steps))
+    assert [scalars["loss"] for _, scalars in told(transport) if "loss" in scalars] == [1.0, 0.5, 1.0 / 3.0]
+    assert [report.step for report in transport.reports if report.statistics is not None] == [1, 2, 3]
+    assert of_kind(transport, StreamCreate)[-1].measured_from == 1
 
 
 def test_tensors_are_kept_as_they_were_when_logged_and_read_on_another_thread(run, transport, monkeypatch):
@@ -152,29 +160,15 @@ def test_what_waits_for_a_first_step_that_never_comes_is_bounded_and_kept(run, t
     assert run.reports_made == run.reports_sent == len(transport.reports)
 
 
-def test_what_is_logged_at_steps_is_sent_while_the_run_goes_on(run, transport):
+def test_what_is_logged_at_steps_is_sent_while_the_run_goes_on_also_backwards_in_one_attempt(run, transport):
     run.log({"loss": 1.0}, step=7)
     until(lambda: told(transport) == [(7, {"loss": 1.0})])
     assert first_steps(transport) == [7]
-    run.log({"loss": 0.5}, step=8)
-    until(lambda: len(transport.reports) == 2)
+    for step in (8, 3):
+        log_steps(run, step, step)
+    until(lambda: len(transport.reports) >= 2)
     run.finish()
-    assert first_steps(transport) == [7]
-
-
-def test_many_steps_in_no_time_are_all_sent(tmp_path, transport):
-    run = make_run(tmp_path, transport, limits=type(QUICK)())
-    log_steps(run, 1, 3000)
-    run.finish()
-    assert run.reports_dropped == {}
-    assert [step for step, _ in told(transport)] == list(range(1, 3001))
-
-
-def test_steps_that_go_backwards_stay_in_one_attempt(run, transport):
-    for step in (5, 10, 3):
-        run.log({"accuracy": float(step)}, step=step)
-    run.finish()
-    assert [step for step, _ in told(transport)] == [5, 10, 3]
+    assert [step for step, _ in told(transport)] == [7, 8, 3]
     assert len(first_steps(transport)) == 1
 
 
@@ -191,20 +185,6 @@ def test_a_watch_that_comes_late_measures_from_its_own_first_step_on(run, transp
     assert [(bool(stream.statistics), stream.measured_from) for stream in streams] == [(False, None), (True, 101)]
     assert len({stream.stream_id for stream in streams}) == 1
     assert run.reports_dropped == {}
-
-
-def test_the_loss_is_logged_before_the_step_is_taken(run, transport):
-    handle = HandleDouble()
-    run.attach(handle)
-    for step in (1, 2, 3):
-        run.log({"loss": 1.0}, step=step)
-        if step == 1:
-            run.started(1)
-        handle.step = step
-        run.measured(measurement(step))
-    run.finish()
-    assert sorted({step for step, _ in told(transport)}) == [1, 2, 3]
-    assert of_kind(transport, StreamCreate)[-1].measured_from == 1
 
 
 def test_a_watch_that_measures_rarely_holds_up_nothing(run, transport):
@@ -285,9 +265,7 @@ def test_two_watches_fill_their_own_columns_even_under_one_name(run, transport):
 
 
 def test_a_large_batch_is_cut(tmp_path, transport):
-    run = make_run(tmp_path, transport, limits=dataclasses.replace(QUICK, batch_reports=8))
-    log_steps(run, 1, 30)
-    run.finish()
+    ended_run(tmp_path, 30, transport=transport, limits=dataclasses.replace(QUICK, batch_reports=8))
     assert max(len(batch.reports) for batch in of_kind(transport, ReportBatch)) <= 8
     assert [report.seq for report in transport.reports] == list(range(30))
 
@@ -416,8 +394,7 @@ def test_log_does_not_wait_for_the_device(run, transport):
 
 
 def test_no_link_where_nothing_was_sent(tmp_path, server, capsys):
-    run = make_run(tmp_path, name="empty", server_url=server.url)
-    run.finish()
+    run = ended_run(tmp_path, 0, name="empty", server_url=server.url)
     assert capsys.readouterr().out == "collage: run empty: nothing was sent\n"
     assert "href" not in run._repr_html_()
 
@@ -442,9 +419,7 @@ def test_finish_prints_the_page_where_a_dashboard_answers(tmp_path, server, monk
     dashboard = ServerDouble()
     try:
         with announced(LocalServer(server.url, dashboard.url, str(tmp_path), os.getpid())):
-            run = make_run(tmp_path, name="baseline", server_url=server.url)
-            run.log({"loss": 1.0})
-            run.finish()
+            run = ended_run(tmp_path, 1, name="baseline", server_url=server.url)
             assert run.address == f"{dashboard.url}/run/{run.run_id}"
             assert f'<iframe src="{run.address}?embed=curves"' in run._repr_html_()
         assert f"run baseline: {dashboard.url}/run/{run.run_id}\n" in capsys.readouterr().out
@@ -453,9 +428,7 @@ def test_finish_prints_the_page_where_a_dashboard_answers(tmp_path, server, monk
 
 
 def test_a_run_shows_itself_in_a_notebook(tmp_path, transport):
-    run = make_run(tmp_path, transport, name="<b>", server_url="http://example.org:1/")
-    run.log({"loss": 1.0})
-    run.finish()
+    run = ended_run(tmp_path, 1, transport=transport, name="<b>", server_url="http://example.org:1/")
     shown = run._repr_html_()
     assert "&lt;b&gt;" in shown
     assert f'href="http://example.org:1/api/v1/runs/{run.run_id}"' in shown

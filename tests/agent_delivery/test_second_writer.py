@@ -13,7 +13,7 @@ from torch import nn
 
 from collage_monitor.errors import NotFound, ServerRefusal
 from collage_monitor.wire import AttemptCreate, RunCreate, RunUpdate, StreamCreate
-from tests.agent_delivery.doubles import NO_ENVIRONMENT, Scripted, log_steps, make_run, of_kind
+from tests.agent_delivery.doubles import NO_ENVIRONMENT, Scripted, ended_run, log_steps, make_run, of_kind
 from tests.waiting import until
 
 
@@ -54,13 +54,6 @@ def test_it_sends_its_launch_and_what_it_logs_under_its_role_and_leaves_the_run_
     assert of_kind(transport, RunCreate) == of_kind(transport, RunUpdate) == []
 
 
-def test_a_training_sends_no_role(run, transport):
-    run.log({"accuracy": 0.5}, step=1)
-    run.finish()
-    assert [attempt.role for attempt in of_kind(transport, AttemptCreate)] == [None]
-    assert [report.scalars for report in transport.reports] == [{"accuracy": 0.5}]
-
-
 def test_a_dropped_report_is_counted_under_its_role(tmp_path):
     transport = Scripted(None, None, ServerRefusal("no", status=422))
     run = beside(tmp_path, transport)
@@ -91,9 +84,7 @@ def test_it_waits_for_a_run_that_is_not_there_yet(tmp_path, capsys):
 def test_what_it_left_is_sent_after_the_trainings_and_holds_up_no_other_run(tmp_path):
     left = [{"run_id": "never", "role": "evaluator"}, {"run_id": "r1", "role": "evaluator"}]
     for named in (*left, {"run_id": "r1"}, {"run_id": "r2"}):
-        run = make_run(tmp_path, mode="offline", **named)
-        log_steps(run, 1, 1)
-        run.finish()
+        ended_run(tmp_path, 1, mode="offline", **named)
     transport = Registry()
     outcome = send_folder(tmp_path, transport, 0.0)
     sent = [(entry.run_id, entry.sent) for entry in outcome.spools]
@@ -106,16 +97,14 @@ def test_what_it_left_is_sent_after_the_trainings_and_holds_up_no_other_run(tmp_
 
 def test_a_training_does_not_wait_for_what_an_evaluator_left(tmp_path, monkeypatch):
     """The evaluator's reports wait for the run, which that training registers."""
-    left = beside(tmp_path, mode="offline")
-    left.log({"accuracy": 1.0}, step=1)
-    left.finish()
+    ended_run(tmp_path, 1, mode="offline", run_id="r1", role="evaluator")
     transport = Registry()
     monkeypatch.setattr("collage_agent.transport.pipeline.HttpTransport", lambda *given, **more: transport)
     trainer = make_run(tmp_path, run_id="r1", server_url="http://127.0.0.1:1")
-    trainer.log({"loss": 1.0}, step=1)
+    log_steps(trainer, 1, 1)
     until(lambda: len(transport.reports) == 2)
     trainer.finish()
-    assert sorted(name for report in transport.reports for name in report.scalars) == ["evaluator/accuracy", "loss"]
+    assert sorted(name for report in transport.reports for name in report.scalars) == ["evaluator/loss", "loss"]
     assert trainer.reports_dropped == {}
 
 

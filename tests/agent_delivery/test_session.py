@@ -1,8 +1,8 @@
 """The public face with a real training: init, watch, log, finish, and what a process does around them."""
 
 import gc
+import random
 import textwrap
-import threading
 
 import collage_agent as collage
 import numpy as np
@@ -15,7 +15,10 @@ from torch import nn
 from collage_monitor.statistics import finish_all
 from collage_monitor.wire import AttemptCreate, RunCreate, RunUpdate, StreamCreate, array_from_bytes
 from tests.agent_delivery.doubles import arrived, of_kind
+from tests.agent_delivery.test_attempts import Training
 from tests.forking import TORCH, TRAINING, run_forked
+from tests.ports import free_port
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -25,29 +28,10 @@ def clean(tmp_path, monkeypatch):
     monkeypatch.setenv("COLLAGE_DIR", str(tmp_path))
 
 
-def small_training():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(torch.bfloat16)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def train(model, optimizer, steps, log=lambda loss: None):
-    for _ in range(steps):
-        loss = model(torch.randn(32, 8, dtype=torch.bfloat16)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        log(loss)
-
-
-def watched(**options):
-    """A small training and the handle of its watch."""
-    model, optimizer = small_training()
-    return model, optimizer, collage.watch(model, optimizer, **{"every": 1, "budget": None, **options})
-
-
-def log_loss(loss):
-    collage.log({"loss": loss})
+def by_default(**options):
+    """A watch with these options alone."""
+    training = Training()
+    return collage.watch(training.model, training.optimizer, **options)
 
 
 def measured_steps(transport):
@@ -62,8 +46,9 @@ def run_python(code, *, status=0, imports=TRAINING):
 
 def test_a_training_from_init_to_finish(transport, capsys):
     run = collage.init("project", "name", transport=transport)
-    model, optimizer, handle = watched(every=2)
-    train(model, optimizer, 6, log_loss)
+    training = Training()
+    handle = training.watch(every=2)
+    training.take(6)
     summary = handle.summary()
     collage.finish()
     assert collage.current_run() is None
@@ -87,20 +72,13 @@ def test_a_training_from_init_to_finish(transport, capsys):
     assert run.run_id in printed
 
 
-def test_a_watch_works_without_a_run():
-    model, optimizer, handle = watched()
-    train(model, optimizer, 2, log_loss)
-    assert handle.summary()["step"] == 2
-    assert collage.current_run() is None
-    collage.finish()
-
-
 def test_a_watch_made_before_the_run_joins_it_though_nobody_keeps_its_handle(transport):
-    model, optimizer, _ = watched()
+    training = Training()
+    training.watch()
     gc.collect()
-    train(model, optimizer, 2)
+    training.take(2, log=False)
     collage.init(transport=transport)
-    train(model, optimizer, 2, log_loss)
+    training.take(2)
     collage.finish()
     assert of_kind(transport, AttemptCreate)[0].first_step == 3
     assert [report.step for report in transport.reports] == [3, 4]
@@ -109,13 +87,14 @@ def test_a_watch_made_before_the_run_joins_it_though_nobody_keeps_its_handle(tra
 
 def test_a_watch_stays_with_its_own_run():
     first, second = MemoryTransport(), MemoryTransport()
+    old, new = Training(), Training()
     collage.init(transport=first)
-    old_model, old_optimizer, _ = watched()
-    train(old_model, old_optimizer, 5)
+    old.watch()
+    old.take(5)
     collage.init(transport=second)
-    new_model, new_optimizer, _ = watched()
-    train(old_model, old_optimizer, 1)
-    train(new_model, new_optimizer, 2, log_loss)
+    new.watch()
+    old.take(1, log=False)
+    new.take(2)
     collage.finish()
     assert measured_steps(first) == [1, 2, 3, 4, 5]
     assert first.messages[-1] == RunUpdate(state="finished")
@@ -128,14 +107,14 @@ def hooks_on(optimizer):
 
 def test_a_watch_ends_with_its_run():
     """A notebook's cell that is run again went on measuring twice, and printed the verdicts of before."""
-    model, optimizer = small_training()
+    training = Training()
     for _ in range(2):
         collage.init(transport=MemoryTransport())
-        handle = collage.watch(model, optimizer, every=1, budget=None)
-        train(model, optimizer, 2)
-        assert hooks_on(optimizer) == 1
+        handle = training.watch()
+        training.take(2)
+        assert hooks_on(training.optimizer) == 1
     collage.finish()
-    assert (hooks_on(optimizer), handle.step) == (0, 4)
+    assert (hooks_on(training.optimizer), handle.step) == (0, 4)
     assert handle.summary()["step"] == 4, "what it measured stays"
 
 
@@ -143,13 +122,13 @@ def test_a_watch_ends_with_its_run():
 def test_a_second_watch_of_an_optimizer_takes_the_place_of_the_first(transport, caplog, with_run):
     if with_run:
         collage.init(transport=transport)
-    model, optimizer, first = watched()
-    other = torch.optim.SGD(nn.Linear(3, 3).parameters())
-    beside = collage.watch(model, other)
-    second = collage.watch(model, optimizer, every=2, budget=None)
+    training, other = Training(), torch.optim.SGD(nn.Linear(3, 3).parameters())
+    first = training.watch()
+    beside = collage.watch(training.model, other)
+    second = training.watch(every=2)
     assert (first.removed, beside.removed, second.removed) == (True, False, False)
     assert caplog.text.count("an earlier watch of these optimizers ends") == 1
-    train(model, optimizer, 4)
+    training.take(4)
     collage.finish()
     assert measured_steps(transport) == ([1, 2, 4] if with_run else [])
 
@@ -166,15 +145,17 @@ def test_a_log_without_a_run_is_told_once(caplog, monkeypatch):
     assert caplog.text.count("log: no run has begun") == 1, "after a run it is what is usual"
 
 
-def test_beginning_starts_nothing_and_loads_little_beside_torch_and_its_first_optimizer():
+def test_beginning_starts_nothing_draws_nothing_and_loads_little_beside_torch():
     """In each rank: what colours a terminal, a solver of equations or torch's compiler take seconds to load."""
     code = """
-        import socket, sys, threading, torch
+        import numpy, random, socket, sys, threading, torch
+        def numbers():
+            return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()
         def refuse(*arguments, **options):
             raise AssertionError("importing opened a socket")
         socket.socket.connect = refuse
         torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-        threads, before = threading.active_count(), set(sys.modules)
+        threads, before, drawn = threading.active_count(), set(sys.modules), numbers()
         from collage_agent import current_run, watch, init
         import collage_agent.optim, collage_agent.transport
         assert threading.active_count() == threads, threading.enumerate()
@@ -184,6 +165,9 @@ def test_beginning_starts_nothing_and_loads_little_beside_torch_and_its_first_op
         small = {"idna", "brotli", "_brotli", "numpy", "httpcore", "h11", "anyio", "certifi"}
         assert added <= known | small | set(sys.stdlib_module_names), added
         assert len(set(sys.modules) - before) <= 260, len(set(sys.modules) - before)
+        import collage_agent
+        assert [getattr(collage_agent, name) for name in collage_agent.__all__]
+        assert numbers() == drawn
     """
     run_python(code, imports=TORCH)
 
@@ -193,7 +177,7 @@ def test_the_environment_replaces_defaults(transport, monkeypatch):
     for name, value in {**told, "TAGS": "a, b", "EVERY": "3", "SAMPLE": "all"}.items():
         monkeypatch.setenv(f"COLLAGE_{name}", value)
     run = collage.init(transport=transport)
-    handle = collage.watch(*small_training())
+    handle = by_default()
     assert (handle.options.every, handle.options.sample) == (3, "all")
     collage.finish()
     created = of_kind(transport, RunCreate)[0]
@@ -207,8 +191,8 @@ def test_the_environment_replaces_defaults(transport, monkeypatch):
 )
 def test_what_equals_the_default_wins_too_when_it_is_passed(monkeypatch, option, given, variable):
     monkeypatch.setenv(f"COLLAGE_{option.upper()}", variable)
-    assert getattr(collage.watch(*small_training(), **{option: given}).options, option) == given
-    assert getattr(collage.watch(*small_training()).options, option) == float(variable)
+    assert getattr(by_default(**{option: given}).options, option) == given
+    assert getattr(by_default().options, option) == float(variable)
 
 
 def test_settings_that_equal_the_default_win_too_when_they_are_passed(monkeypatch):
@@ -232,7 +216,7 @@ def test_nonsense_in_the_environment_is_named_and_ignored(monkeypatch, caplog):
     for name, value in nonsense.items():
         monkeypatch.setenv(f"COLLAGE_{name}", value)
     run = collage.init(transport=MemoryTransport())
-    options = collage.watch(*small_training()).options
+    options = by_default().options
     assert run.settings.mode == "online"
     assert (options.every, options.sample, options.budget) == (10, 4096, 0.01)
     named = {record.args[0] for record in caplog.records if record.args}
@@ -368,15 +352,13 @@ def test_a_forked_child_that_reports_nothing_leaves_nothing(tmp_path):
     assert len(list(tmp_path.glob("spool/*/*.spool"))) == 1
 
 
-def test_init_and_log_do_not_wait_for_a_server_that_hangs(server):
-    server.always = "hang"
-    collage.init(server_url=server.url)
-    model, optimizer, _ = watched()
-    train(model, optimizer, 10, log_loss)
-    assert server.requests[1:] == []
-    assert "collage-agent" in {thread.name for thread in threading.enumerate()}
-    server.always = None
-    server.released.set()
-    run = collage.current_run()
-    assert run is not None
-    run.finish(seconds=1.0)
+def test_retries_draw_nothing_from_the_trainings_generators():
+    run = collage.init(server_url=f"http://127.0.0.1:{free_port()}", token="x")
+    training = Training()
+    training.watch()
+    random.seed(5)
+    before = random.getstate()
+    training.take(20)
+    run.finish(seconds=PATIENCE_SECONDS)
+    assert random.getstate() == before
+    assert run.reports_spooled > 0

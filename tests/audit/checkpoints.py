@@ -1,9 +1,12 @@
 """Checkpoints of real, short trainings."""
 
+import json
+
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-__all__ = ["network", "saved", "tied_weights", "trained"]
+__all__ = ["hugging_face", "network", "saved", "tied_weights", "trained"]
 
 
 def network(dtype=torch.bfloat16, seed=0):
@@ -39,3 +42,25 @@ def saved(path, model, optimizer=None, **more):
         content["optimizer"] = optimizer.state_dict()
     torch.save(content, path)
     return path
+
+
+def hugging_face(folder, model, optimizer, change=None):
+    """What Trainer leaves: safetensors in shards, in no order of the model's, and states in a torch file.
+
+    change: what damages the weights before they are saved.
+    """
+    folder.mkdir(exist_ok=True)
+    tensors = {name: tensor.clone() for name, tensor in sorted(model.state_dict().items())}
+    if change is not None:
+        change(tensors)
+    files = {name: f"model-0000{1 + (place > 2)}-of-00002.safetensors" for place, name in enumerate(tensors)}
+    for file in set(files.values()):
+        own = {name: tensor for name, tensor in tensors.items() if files[name] == file}
+        save_file(own, folder / file, metadata={"format": "pt"})
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text("{}")
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    torch.save({"last_lr": [1e-3]}, folder / "scheduler.pt")
+    return folder

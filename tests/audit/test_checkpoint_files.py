@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from tests.audit.checkpoints import network, saved, tied_weights, trained
+from tests.audit.checkpoints import hugging_face, network, saved, tied_weights, trained
 
 
 def adamw(model):
@@ -33,7 +33,7 @@ def strategies(path):
 
 
 def assert_holds_the_weights_of(checkpoint, model):
-    assert list(checkpoint.weights) == list(model.state_dict())
+    assert checkpoint.weights.keys() == model.state_dict().keys()
     for name, weight in model.state_dict().items():
         assert torch.equal(checkpoint.weights[name], weight)
 
@@ -62,18 +62,12 @@ def test_files_of_an_old_torch_and_of_lightning(tmp_path):
 
 def test_a_folder_of_safetensors_shards_and_an_optimizer_file(tmp_path):
     model, optimizer = trained(adamw)
-    weights = model.state_dict()
-    save_file({name: weights[name] for name in list(weights)[:3]}, tmp_path / "model-1.safetensors")
-    save_file({name: weights[name] for name in list(weights)[3:]}, tmp_path / "model-2.safetensors")
+    hugging_face(tmp_path, model, optimizer)
     save_file({"stray": torch.ones(5)}, tmp_path / "adapter.safetensors")
-    index = {"weight_map": {name: f"model-{1 + (place > 2)}.safetensors" for place, name in enumerate(weights)}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     torch.save(torch.get_rng_state(), tmp_path / "rng_state.pth")
     checkpoint = read_checkpoint(tmp_path)
-    assert checkpoint.files == ["model-1.safetensors", "model-2.safetensors", "optimizer.pt"]
-    for name, weight in weights.items():
-        assert torch.equal(checkpoint.weights[name], weight)
+    assert checkpoint.files == [*(f"model-0000{number}-of-00002.safetensors" for number in (1, 2)), "optimizer.pt"]
+    assert_holds_the_weights_of(checkpoint, model)
     kept, notes = checkpoint_parameters(checkpoint)
     assert {entry.strategy for entry in kept} == {"plain"}
     # safetensors are not in the model's order: which of three tensors of one shape is which is not said.
@@ -192,6 +186,7 @@ def test_a_whole_model_is_read_without_its_class(tmp_path, capsys):
     torch.save(content, tmp_path / "whole.pt")
     checkpoint = read_checkpoint(tmp_path / "whole.pt")
     assert_holds_the_weights_of(checkpoint, model)
+    assert list(checkpoint.weights) == list(model.state_dict())
     assert len(checkpoint.optimizers) == 1
     assert "code ran" not in capsys.readouterr().out
 

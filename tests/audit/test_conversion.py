@@ -14,11 +14,11 @@ from collage_agent.audit.conversion import convert_checkpoint
 from collage_agent.audit.split_layouts import read_checkpoint
 from collage_agent.command.convert import convert
 from collage_optim import STRATEGIES, CollageAdamW, CollageSGD
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import state_dict as views
 
 from collage_monitor.strategies import STRATEGIES as CATALOGUE
-from tests.audit.checkpoints import network, saved, tied_weights, trained
+from tests.audit.checkpoints import hugging_face, network, saved, tied_weights, trained
 
 TARGETS = [name for name in STRATEGIES if name != "plain"]
 
@@ -163,24 +163,6 @@ def test_sgd_without_a_counter(tmp_path):
     for state, original in zip(loaded.state.values(), optimizer.state.values(), strict=True):
         assert torch.equal(state["momentum_buffer"], original["momentum_buffer"])
         assert state["step"] == 1
-
-
-def hugging_face(folder, model, optimizer):
-    """What Trainer leaves: safetensors in shards, in no order of the model's, and states in a torch file."""
-    folder.mkdir()
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    names = sorted(tensors)
-    parts = {"model-00001-of-00002.safetensors": names[:3], "model-00002-of-00002.safetensors": names[3:]}
-    for file, own in parts.items():
-        save_file({name: tensors[name] for name in own}, folder / file, metadata={"format": "pt"})
-    files = {name: file for file, own in parts.items() for name in own}
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text("{}")
-    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-    torch.save({"last_lr": [1e-3]}, folder / "scheduler.pt")
-    return folder
 
 
 def test_a_hugging_face_folder_keeps_its_layout(tmp_path):

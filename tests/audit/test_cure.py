@@ -14,10 +14,9 @@ from collage_agent.audit import CheckpointError
 from collage_agent.audit.cure import cure_checkpoint
 from collage_agent.command.cure import cure
 from collage_optim import MASTER_PARAMETER, CollageAdamW
-from safetensors.torch import save_file
 from torch.distributed import run as torchrun
 
-from tests.audit.checkpoints import saved, trained
+from tests.audit.checkpoints import hugging_face, saved, trained
 from tests.launching.forked import forked_python
 from tests.ports import free_port
 
@@ -28,7 +27,7 @@ import os, sys
 import torch
 from tests.audit.checkpoints import network
 
-model = network(torch.{dtype})
+model = network(torch.bfloat16)
 optimizer = {optimizer}
 {code}
 path = {path}
@@ -38,7 +37,7 @@ if path:
     optimizer.load_state_dict(content["optimizer"])
 generator = torch.Generator().manual_seed(10)
 for step in range({steps}):
-    inputs = torch.randn(16, 24, generator=generator).to(torch.{dtype})
+    inputs = torch.randn(16, 24, generator=generator).to(torch.bfloat16)
     loss = (model(inputs).float() - 1).square().mean()
     optimizer.zero_grad()
     loss.backward()
@@ -47,56 +46,40 @@ print("trained to the end")
 """
 ADAMW = "torch.optim.AdamW(model.parameters(), lr={rate})"
 LOSING = "plain bf16, which loses"
-
-
-def adamw(rate, **options):
-    return lambda model: torch.optim.AdamW(model.parameters(), lr=rate, **options)
-
-
 SICK = {
-    LOSING: (adamw(1e-5), ADAMW.format(rate=1e-5), "learning-rate-lost"),
-    "states that are stuck": (
-        lambda model: CollageAdamW(model.parameters(), lr=1e-3, strategy="light"),
-        ADAMW.format(rate=1e-3),
-        "second-moment-stuck",
-    ),
-    "fp32 masters made anew": (
-        lambda model: CollageAdamW(model.parameters(), lr=1e-5, strategy="master-weights"),
-        ADAMW.format(rate=1e-5),
-        "master-rounded",
-    ),
-    "SGD with momentum": (
-        lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
-        "torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)",
-        "single-weight",
-    ),
+    LOSING: (ADAMW.format(rate=1e-5), None, "learning-rate-lost"),
+    "states that are stuck": (ADAMW.format(rate=1e-3), "light", "second-moment-stuck"),
+    "fp32 masters made anew": (ADAMW.format(rate=1e-5), "master-weights", "master-rounded"),
+    "SGD with momentum": ("torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)", None, "single-weight"),
 }
+"""The optimizer of the program, the strategy under which it was saved, and what is found."""
+
+
+def adamw(rate):
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=rate)
 
 
 def sick_checkpoint(folder, kind=LOSING):
-    model, optimizer = trained(SICK[kind][0])
+    text, strategy, _ = SICK[kind]
+
+    def build(model):
+        optimizer = eval(text, {"torch": torch, "model": model})
+        return optimizer if strategy is None else CollageAdamW.from_optimizer(optimizer, strategy=strategy)
+
+    model, optimizer = trained(build)
     if kind == "fp32 masters made anew":
         for parameter, state in optimizer.state.items():
             state[MASTER_PARAMETER] = parameter.detach().float()
     return saved(folder / "last.pt", model, optimizer)
 
 
-def program(
-    python,
-    folder,
-    checkpoint,
-    *,
-    optimizer=SICK[LOSING][1],
-    code=None,
-    path="sys.argv[1]",
-    steps=60,
-    dtype="bfloat16",
-):
+def program(python, folder, checkpoint, code=None, **parts):
     """A training with the advised lines pasted, or others."""
     if code is None:
         code = cure_checkpoint(checkpoint, output=folder / "for-the-code.pt").code
+    usual = {"optimizer": SICK[LOSING][0], "path": "sys.argv[1]", "steps": 60}
     script = folder / "train.py"
-    script.write_text(PROGRAM.format(optimizer=optimizer, code=code, path=path, steps=steps, dtype=dtype))
+    script.write_text(PROGRAM.format(code=code, **usual | parts))
     return [python, str(script)]
 
 
@@ -128,7 +111,7 @@ def found_by_the_program(monkeypatch, request):
 @pytest.mark.parametrize("kind", SICK)
 def test_a_sick_checkpoint_is_cured_and_twenty_steps_prove_it(kind, python, tmp_path):
     checkpoint = sick_checkpoint(tmp_path, kind)
-    command = program(python, tmp_path, checkpoint, optimizer=SICK[kind][1])
+    command = program(python, tmp_path, checkpoint, optimizer=SICK[kind][0])
     status, found = proven(checkpoint, command)
     assert (status, found["cured"]) == (0, True), found["failures"]
     assert SICK[kind][2] in {finding["code"] for finding in found["before"]}
@@ -162,15 +145,11 @@ def test_without_a_check_it_is_converted_and_said_to_be_unproven(tmp_path):
 
 def test_a_folder_is_cured_into_a_folder_beside_it(tmp_path):
     model, optimizer = trained(lambda model: torch.optim.AdamW(model.named_parameters(), lr=1e-5))
-    folder = tmp_path / "run-1.5"
-    folder.mkdir()
-    save_file(
-        {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors"
-    )
-    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    folder = hugging_face(tmp_path / "run-1.5", model, optimizer)
     answer = run(folder)
     assert answer.exit_code == 0, answer.output
-    assert {file.name for file in (tmp_path / "run-1.5-cured").iterdir()} == {"model.safetensors", "optimizer.pt"}
+    cured, before = ({file.name for file in own.iterdir()} for own in (tmp_path / "run-1.5-cured", folder))
+    assert cured == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

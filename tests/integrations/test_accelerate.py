@@ -11,8 +11,7 @@ from collage_agent.transport import MemoryTransport
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.integrations.identity import assert_same_training, recorded
-from tests.integrations.reported import begun, scalars_of, steps_of
+from tests.integrations.trainings import assert_same_training, begun, recorded, scalars_of, steps_of
 
 BATCHES = 40
 

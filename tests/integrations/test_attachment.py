@@ -1,7 +1,9 @@
 """What the integrations share: unwrapping, errors that stay out of training, absent libraries, examples."""
 
 import importlib
+import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from collage_agent.error_guard import raise_in_tests
 from collage_agent.integrations.attachment import Attachment, innermost
 from torch import nn
 
-from tests.forking import TORCH, run_forked
+from tests.forking import TORCH, TRAINING, run_forked
 
 pytestmark = pytest.mark.slow
 
@@ -58,3 +60,32 @@ def test_no_framework_is_imported_by_the_agent():
     )
     answer = run_forked(TORCH, "-c", program.format(FRAMEWORKS))
     assert answer.stdout.strip() == "[]"
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+BY_DAY = ("torch_loop", "transformers_trainer")
+
+
+@pytest.mark.parametrize(
+    "example", [pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly) for name in NAMES]
+)
+def test_the_example_trains_and_gives_its_verdict(example, tmp_path):
+    """As a user runs it, for a few steps."""
+    answer = run_example(tmp_path, EXAMPLES / f"{example}.py", "--steps", "20")
+    assert "AdamW, bfloat16, strategy plain, step 20: " in answer.stdout
+    assert " reports wait in " in answer.stdout
+    assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("example", NAMES)
+def test_the_example_multiplies_no_16_bit_operands(example, tmp_path):
+    run_example(tmp_path, "-m", "tests.narrow_products", EXAMPLES / f"{example}.py", "--steps", "2")
+
+
+def run_example(folder, *arguments):
+    settings = {"COLLAGE_MODE": "offline", "COLLAGE_DIR": str(folder)}
+    answer = run_forked(TRAINING, *arguments, environment={**os.environ, **settings})
+    assert answer.returncode == 0, answer.stderr
+    return answer

@@ -14,8 +14,8 @@ from collage_agent.transport import MemoryTransport
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from tests.agent.training import mlp, mlp_loss
-from tests.integrations.reported import begun, scalars_of
 from tests.integrations.test_transformers import trainer_for
+from tests.integrations.trainings import begun, scalars_of
 
 pytestmark = pytest.mark.slow
 

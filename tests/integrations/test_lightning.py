@@ -8,8 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.integrations.identity import assert_same_training, recorded
-from tests.integrations.reported import begun, scalars_of, steps_of
+from tests.integrations.trainings import assert_same_training, begun, recorded, scalars_of, steps_of
 
 STEPS = 20
 

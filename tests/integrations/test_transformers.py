@@ -1,5 +1,7 @@
 """The Hugging Face callback on a small real model: what it reports, and that it leaves the training alone."""
 
+from typing import Any
+
 import pytest
 import torch
 from collage_agent import current_run
@@ -7,8 +9,7 @@ from collage_agent.integrations.transformers import CollageCallback
 from collage_agent.transport import MemoryTransport
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from tests.integrations.identity import assert_same_training, recorded
-from tests.integrations.reported import begun, scalars_of, steps_of
+from tests.integrations.trainings import assert_same_training, begun, recorded, scalars_of, steps_of
 
 pytestmark = pytest.mark.slow
 
@@ -25,41 +26,25 @@ class Losses(TrainerCallback):
         self.values += [(key, logs[key]) for key in ("loss", "grad_norm", "eval_loss") if key in logs]
 
 
-def arguments(folder, **options):
-    return TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=4,
-        learning_rate=options.pop("learning_rate", 1e-3),
-        logging_steps=4,
-        save_strategy=options.pop("save_strategy", "no"),
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        seed=7,
-        max_steps=options.pop("max_steps", STEPS),
-        **options,
-    )
-
-
-def windows():
-    generator = torch.Generator().manual_seed(3)
-    rows = torch.randint(0, 64, (40, 16), generator=generator)
-    return [{"input_ids": row, "labels": row} for row in rows]
-
-
 def trainer_for(folder, callbacks, **options):
     set_seed(11)
     size = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
     # Dropout stays on: it would show a random state that the agent moved.
     model = GPT2LMHeadModel(GPT2Config(**size, eos_token_id=0, bos_token_id=0, loss_type="ForCausalLM"))
-    data = windows()
-    return Trainer(
-        model.to(torch.bfloat16),
-        arguments(folder, **options),
-        train_dataset=data,
-        eval_dataset=data[:8],
-        callbacks=callbacks,
+    rows = torch.randint(0, 64, (40, 16), generator=torch.Generator().manual_seed(3))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    usual: dict[str, Any] = {"learning_rate": 1e-3, "save_strategy": "no", "max_steps": STEPS, "logging_steps": 4}
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=7,
+        **usual | options,
     )
+    model.to(torch.bfloat16)
+    return Trainer(model, arguments, train_dataset=data, eval_dataset=data[:8], callbacks=callbacks)
 
 
 def trained(folder, callback=None, **options):

@@ -8,8 +8,7 @@ import pytest
 
 from collage_monitor.environment import ATTACH
 from tests.forking import TORCH, run_forked
-from tests.launching.forked import forked_python
-from tests.launching.programs import launched, write
+from tests.launching.forked import forked_python, launched, write
 
 pytestmark = pytest.mark.slow
 
@@ -123,9 +122,8 @@ def forked():
 
 
 def found_by(python, folder, *arguments, **variables):
-    return found_in(
-        launched(folder, python, "train.py", *arguments, watched=False, PYTHONPATH=str(folder), **variables)
-    )
+    asking = {ATTACH: "1", "COLLAGE_EVERY": "1", "PYTHONPATH": str(folder), **variables}
+    return found_in(launched(folder, python, "train.py", *arguments, watched=False, **asking))
 
 
 def found_in(done):
@@ -142,23 +140,19 @@ def test_nobody_is_watched_who_has_not_asked(folder):
     assert "collage" not in done.stderr
 
 
-def test_the_actor_is_watched_and_the_rollout_is_not(forked, folder):
-    found, _ = found_by(forked, folder, **{ATTACH: "1"}, COLLAGE_EVERY="1")
+def test_the_actor_is_watched_and_the_rollout_is_not_and_what_verl_logs_has_its_names(forked, folder):
+    found, _ = found_by(forked, folder)
     assert found["name"] == "actor"
     assert found["layers"] == [["weight", "bias"]]
     assert found["health"] == ["losing updates"]
     assert found["steps"] == [5]
-
-
-def test_a_critic_in_the_same_process_has_its_role_before_its_layers(forked, folder):
-    found, _ = found_by(forked, folder, "critic", **{ATTACH: "1"}, COLLAGE_EVERY="1", COLLAGE_RUN_NAME="grpo")
-    assert found["name"] == "grpo-critic"
-    assert found["layers"] == [["weight", "bias"], ["actor.weight", "actor.bias"]]
-
-
-def test_what_verl_logs_has_its_names(forked, folder):
-    found_by(forked, folder, **{ATTACH: "1"}, COLLAGE_EVERY="1")
     kept = b"".join(path.read_bytes() for path in (folder / "data" / "spool").rglob("*") if path.is_file())
     for name in (b"rollout_probs_diff_mean", b"k3_kl", b"actor/pg_loss"):
         assert name in kept
     assert b"training/rollout" not in kept
+
+
+def test_a_critic_in_the_same_process_has_its_role_before_its_layers(forked, folder):
+    found, _ = found_by(forked, folder, "critic", COLLAGE_RUN_NAME="grpo")
+    assert found["name"] == "grpo-critic"
+    assert found["layers"] == [["weight", "bias"], ["actor.weight", "actor.bias"]]

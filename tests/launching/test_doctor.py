@@ -16,7 +16,7 @@ from collage_agent.command.doctor import doctor
 from collage_agent.doctor import TRIED_LIBRARIES, delivery_checks, machine_checks
 from collage_agent.transport.report_log import spool_path
 
-from tests.launching.programs import bootstrap
+from tests.launching.forked import bootstrap
 from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -55,18 +55,9 @@ def environment(folder, **more):
 def test_a_plain_machine_has_no_problem(tmp_path):
     checks = [*machine_checks({}), *delivery_checks(environment(tmp_path, COLLAGE_SERVER_URL=""))]
     assert [check for check in checks if check.status == "problem"] == []
-    assert {check.name for check in checks} >= {
-        "python",
-        "devices",
-        "rounding",
-        "ranks",
-        "environment",
-        "frameworks",
-        "data folder",
-        "token",
-        "server",
-        "waiting reports",
-    }
+    of_the_machine = {"python", "devices", "rounding", "ranks", "environment", "frameworks"}
+    of_delivery = {"data folder", "token", "server", "waiting reports"}
+    assert {check.name for check in checks} >= of_the_machine | of_delivery
     (frameworks,) = found(checks, "frameworks", "ok")
     for library in ("transformers", "lightning", "accelerate"):
         assert library in frameworks.text
@@ -93,54 +84,43 @@ def test_a_library_that_is_not_installed_is_not_told(monkeypatch):
 def test_what_is_told_of_a_library_is_what_the_docs_say_was_tried(library):
     page = (ROOT / "docs" / "optimizers.md").read_text()
     tried = page.partition("\n## How weights are kept, and what is said of it\n")[0]
-    rows = [
-        [cell.strip() for cell in line.strip("|\n").split("|")]
-        for line in tried.splitlines()
-        if line.startswith(f"| {library} |")
-    ]
     kinds: dict[str, set[str]] = {}
-    for _, name, _, kind, _ in rows:
-        kinds.setdefault(kind, set()).add(name.partition(",")[0])
+    for line in tried.splitlines():
+        if line.startswith(f"| {library} |"):
+            _, name, _, kind, _ = (cell.strip() for cell in line.strip("|").split("|"))
+            kinds.setdefault(kind, set()).add(name.partition(",")[0])
     assert set(TRIED_LIBRARIES[library].whole_tensor) == kinds.pop("whole-tensor", set())
     assert set(TRIED_LIBRARIES[library].whole_optimizer) == kinds.pop("whole-optimizer", set())
     assert set(TRIED_LIBRARIES[library].before_after) == kinds.pop("before-after", set())
     assert list(kinds) == [TRIED_LIBRARIES[library].usually]
 
 
+OFFLINE = {"COLLAGE_MODE": "offline", "COLLAGE_SERVER_URL": "http://x"}
+
+
 @pytest.mark.parametrize(
-    ("variables", "told"),
+    ("variables", "name", "status", "told"),
     [
-        ({"COLLAGE_SEVER_URL": "http://x"}, "COLLAGE_SEVER_URL is not a variable of ours"),
-        ({"COLLAGE_EVERY": "often"}, "COLLAGE_EVERY ignored"),
-        ({"COLLAGE_MODE": "sometimes"}, "COLLAGE_MODE ignored"),
-        ({"COLLAGE_ATTACH": "1", "PYTHONPATH": "/mine"}, "nothing will be watched"),
+        ({"COLLAGE_SEVER_URL": "http://x"}, "environment", "problem", "COLLAGE_SEVER_URL is not a variable"),
+        ({"COLLAGE_EVERY": "often"}, "environment", "problem", "COLLAGE_EVERY ignored"),
+        ({"COLLAGE_MODE": "sometimes"}, "environment", "problem", "COLLAGE_MODE ignored"),
+        ({"COLLAGE_ATTACH": "1", "PYTHONPATH": "/mine"}, "environment", "problem", "nothing will be watched"),
+        ({"COLLAGE_MODE": "disabled"}, "environment", "note", ""),
+        (OFFLINE, "environment", "note", "wins over"),
+        ({"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}, "ranks", "ok", "rank 1 of 4 (torchrun)"),
+        ({"RANK": "1"}, "ranks", "problem", "WORLD_SIZE is not"),
+        ({"COLLAGE_TOKEN": "very-secret"}, "environment", "ok", "COLLAGE_TOKEN=(hidden)"),
     ],
 )
-def test_a_variable_that_does_not_do_what_was_meant_is_a_problem(variables, told):
-    assert any(told in check.text for check in found(machine_checks(variables), "environment", "problem"))
+def test_what_the_environment_says_is_told_without_secrets(variables, name, status, told):
+    checks = list(machine_checks(variables))
+    assert any(told in check.text for check in found(checks, name, status))
+    assert all("very-secret" not in check.text + check.action for check in checks)
 
 
 def test_the_launchers_own_environment_is_fine():
     variables = {"COLLAGE_ATTACH": "1", "PYTHONPATH": f"/mine{os.pathsep}{bootstrap()}"}
     assert found(machine_checks(variables), "environment", "problem") == []
-
-
-def test_modes_that_report_nothing_are_noted():
-    assert found(machine_checks({"COLLAGE_MODE": "disabled"}), "environment", "note")
-    offline = {"COLLAGE_MODE": "offline", "COLLAGE_SERVER_URL": "http://x"}
-    assert "wins over" in found(machine_checks(offline), "environment", "note")[0].text
-
-
-def test_ranks_are_told_and_half_a_launcher_is_a_problem():
-    variables = {"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}
-    assert found(machine_checks(variables), "ranks", "ok")[0].text == "rank 1 of 4 (torchrun)"
-    assert "WORLD_SIZE is not" in found(machine_checks({"RANK": "1"}), "ranks", "problem")[0].text
-
-
-def test_no_secret_is_shown():
-    checks = list(machine_checks({"COLLAGE_TOKEN": "very-secret"}))
-    assert all("very-secret" not in check.text + check.action for check in checks)
-    assert "COLLAGE_TOKEN=(hidden)" in found(checks, "environment", "ok")[0].text
 
 
 def test_an_absent_server_is_a_problem_only_where_one_was_named(tmp_path):
@@ -193,13 +173,6 @@ def test_a_readable_token_and_a_folder_that_is_none_are_problems(tmp_path):
     assert found(delivery_checks(environment(file / "data")), "data folder", "problem")
 
 
-def test_reports_that_wait_are_counted(tmp_path):
-    path = spool_path(tmp_path, "run", "stream")
-    path.parent.mkdir(parents=True)
-    path.write_bytes(bytes(2**20))
-    assert "1 files, 1.0 MiB" in found(delivery_checks(environment(tmp_path)), "waiting reports", "note")[0].text
-
-
 def test_the_status_follows_the_problems(tmp_path, answering, monkeypatch):
     monkeypatch.setenv("COLLAGE_DIR", str(tmp_path))
     well = CliRunner().invoke(doctor, [])
@@ -213,11 +186,12 @@ def test_the_status_follows_the_problems(tmp_path, answering, monkeypatch):
     assert [check["name"] for check in answer["checks"] if check["status"] == "problem"] == ["environment"]
 
 
-def test_doctor_looks_into_the_folder_that_it_is_given(tmp_path):
+def test_doctor_counts_the_reports_that_wait_in_the_folder_that_it_is_given(tmp_path):
     spool = spool_path(tmp_path / "elsewhere", "run", "stream")
     spool.parent.mkdir(parents=True)
-    spool.write_bytes(b"x")
+    spool.write_bytes(bytes(2**20))
     told = CliRunner().invoke(doctor, ["--dir", str(tmp_path / "elsewhere"), "--json"])
-    checks = json.loads(told.output)["checks"]
-    assert [check["status"] for check in checks if check["name"] == "waiting reports"] == ["note"]
-    assert str(tmp_path / "elsewhere") in next(c["text"] for c in checks if c["name"] == "data folder")
+    checks = {check["name"]: check for check in json.loads(told.output)["checks"]}
+    assert checks["waiting reports"]["status"] == "note"
+    assert "1 files, 1.0 MiB" in checks["waiting reports"]["text"]
+    assert str(tmp_path / "elsewhere") in checks["data folder"]["text"]

@@ -19,8 +19,7 @@ from collage_monitor.command.run import run
 from collage_monitor.environment import ATTACH, launch_variables
 from tests import forking
 from tests.forking import TORCH, command, fork, run_command, run_forked
-from tests.launching.forked import forked_python
-from tests.launching.programs import TRAINING, bootstrap, launched, python, write
+from tests.launching.forked import TRAINING, bootstrap, forked_python, launched, python, write
 
 pytestmark = pytest.mark.slow
 
@@ -209,20 +208,16 @@ def test_a_compiled_step_still_trains(tmp_path):
     [
         ([], "say what to run", 2),
         (["--", "no-such-program-here"], "no such program", 127),
+        (["--", "./train.py"], "collage-monitor run -- python", 126),
         (["--every", "0", "--", "true"], "0 is not in the range", 2),
     ],
 )
 def test_what_cannot_be_started_is_a_sentence(tmp_path, arguments, told, status):
+    write(tmp_path, TRAINING)
     answer = run_command(forking.TRAINING, "run", *arguments, folder=tmp_path)
     assert answer.returncode == status, "as a shell answers"
     assert told in answer.stderr
     assert "Traceback" not in answer.stderr
-
-
-def test_a_script_that_cannot_be_executed_says_how_to_start_it(tmp_path):
-    answer = launched(tmp_path, write(tmp_path, TRAINING))
-    assert "collage-monitor run -- python" in answer.stderr
-    assert answer.returncode == 126
 
 
 def test_the_bootstrap_folder_comes_first_and_once():

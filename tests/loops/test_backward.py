@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import collage_agent as collage
 import optimi
 import pytest
@@ -58,6 +60,13 @@ def backward(model, seed):
     (model(inputs).float() - inputs.float()).square().mean().backward()
 
 
+def train(model, optimizer, steps):
+    for seed in range(steps):
+        backward(model, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def hooks_on(model):
     return [len(own._post_accumulate_grad_hooks or ()) for own in model.parameters()]
 
@@ -70,10 +79,7 @@ def test_a_pass_is_a_step_with_the_numbers_of_a_step_outside(first, tmp_path):
     """Told was nothing at all, or that no layer had a gradient."""
     model, optimizer = built()
     handle = watch(model, optimizer, every=1, sample="all")
-    for seed in range(12):
-        backward(model, seed)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, 12)
     expected, weights = handle.summary()["model"], [own.detach().clone() for own in model.parameters()]
     handle.remove()
     model, optimizer = built()
@@ -116,13 +122,14 @@ def test_hooks_that_only_look_leave_the_steps_to_the_optimizer():
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda own: seen.append(float(own.grad.norm())))
     handle = watch(model, optimizer, every=1)
-    for seed in range(6):
-        backward(model, seed)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, 6)
     assert len(seen) == 24
     assert (handle.step, handle.judgement().measured) == (6, 1.0)
     assert "backward pass" not in str(handle)
+
+
+def released_adamw(**options):
+    return functools.partial(optimi.AdamW, lr=1e-5, weight_decay=0.0, gradient_release=True, **options)
 
 
 @pytest.mark.parametrize("first", ["hooks", "watch"])
@@ -130,21 +137,13 @@ def test_hooks_that_only_look_leave_the_steps_to_the_optimizer():
 def test_gradient_release_of_a_library_is_one_step_a_pass(first, kahan):
     """Told was "step 500" for 100, "3 layers had no gradient", and a KeyError. It refuses parameters with hooks."""
 
-    def make(params):
-        return optimi.AdamW(
-            params, lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0, kahan_sum=kahan, gradient_release=True
-        )
-
-    model, optimizer = built(make)
+    model, optimizer = built(released_adamw(kahan_sum=kahan, betas=(0.9, 0.95)))
     if first == "hooks":
         optimi.prepare_for_gradient_release(model, optimizer)
     handle = watch(model, optimizer, every=1, budget=None, first_step=1)
     if first == "watch":
         optimi.prepare_for_gradient_release(model, optimizer)
-    for seed in range(40):
-        backward(model, seed)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, 40)
     found = handle.judgement()
     assert found.health == ("healthy" if kahan else "losing updates")
     assert found.measured == 1.0
@@ -155,9 +154,7 @@ def test_gradient_release_of_a_library_is_one_step_a_pass(first, kahan):
 
 def test_the_advice_takes_the_place_of_what_the_hooks_step():
     """Followed as it stood, it stepped nothing: hooks went on with the old optimizer, and took each gradient."""
-    model, optimizer = built(
-        lambda params: optimi.AdamW(params, lr=1e-5, weight_decay=0.0, kahan_sum=False, gradient_release=True)
-    )
+    model, optimizer = built(released_adamw(kahan_sum=False))
     optimi.prepare_for_gradient_release(model, optimizer)
     handle = watch(model, optimizer, every=1, budget=None, first_step=1)
     for seed in range(12):
@@ -170,9 +167,6 @@ def test_the_advice_takes_the_place_of_what_the_hooks_step():
     optimi.remove_gradient_release(model)
     cured = names["optimizer"]
     handle = watch(model, cured, every=1, budget=None)
-    for seed in range(12):
-        backward(model, seed)
-        cured.step()
-        cured.zero_grad()
+    train(model, cured, 12)
     assert handle.judgement().health == "healthy"
     assert handle.summary()["model"]["edq_ratio"] == pytest.approx(1.0, abs=1e-3)

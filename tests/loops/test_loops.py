@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 from typing import Any
@@ -13,9 +14,11 @@ from collage_agent.handle import watch
 from collage_agent.transport import MemoryTransport
 from collage_optim import CollageAdamW
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from collage_monitor.wire import StreamCreate
+from collage_monitor.wire import AttemptCreate, StreamCreate
 from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
+from tests.integrations.trainings import assert_same_training, recorded
 from tests.reference.intended import full_precision_update
 
 pytestmark = pytest.mark.slow
@@ -47,21 +50,24 @@ def test_accumulated_and_clipped_gradients_are_those_of_one_step():
         assert values["grad_norm"] == pytest.approx(clipped, rel=1e-12)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_steps_that_a_loss_scaler_skips_are_counted(fused):
-    model = mlp(dtype=torch.float32)
+@pytest.mark.parametrize(("fused", "reported"), [(False, [None, 1, 1, 2]), (True, [0, 1, 1, 1, 2, 2])])
+def test_steps_that_a_loss_scaler_skips_are_counted_and_travel_with_the_reports(tmp_path, fused, reported):
+    model, other = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
     optimizer = adamw(model, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    handle = watch(model, optimizer, every=1, sample="all", oracle=True)
-    other = adamw(mlp(dtype=torch.float32))
-    unscaled = watch(mlp(dtype=torch.float32), torch.optim.SGD(other.param_groups[0]["params"], lr=0.1))
-    for step in range(6):
-        optimizer.zero_grad()
-        scaler.scale(mlp_loss(model, step)).backward()
-        if step in (1, 4):
-            model[0].weight.grad[0, 0] = torch.nan
-        scaler.step(optimizer)
-        scaler.update()
+    unscaled = watch(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    transport = MemoryTransport()
+    with collage.init("loops", transport=transport, dir=tmp_path):
+        handle = collage.watch(model, optimizer, every=1, sample="all", oracle=True, budget=None)
+        for step in range(6):
+            optimizer.zero_grad()
+            scaler.scale(mlp_loss(model, step)).backward()
+            if step in (1, 4):
+                model[0].weight.grad[0, 0] = torch.nan if step == 1 else torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+    measured = [report.scalars for report in transport.reports if report.statistics is not None]
+    assert [scalars.get("skipped_steps") for scalars in measured] == reported
     values = handle.summary()["model"]
     assert values["skipped_steps"] == 2
     assert values["oracle_displacement_ratio"] == pytest.approx(1.0, abs=1e-3)
@@ -69,24 +75,6 @@ def test_steps_that_a_loss_scaler_skips_are_counted(fused):
     assert int(optimizer.state[model[0].weight]["step"]) == 4
     if not fused:
         assert handle.step == 4
-
-
-def test_skipped_steps_travel_with_the_reports(tmp_path):
-    transport = MemoryTransport()
-    with collage.init("loops", transport=transport, dir=tmp_path):
-        model = mlp(dtype=torch.float32)
-        optimizer = adamw(model, fused=True)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        collage.watch(model, optimizer, every=1)
-        for step in range(3):
-            optimizer.zero_grad()
-            scaler.scale(mlp_loss(model, step)).backward()
-            if step == 1:
-                model[0].weight.grad[0, 0] = torch.inf
-            scaler.step(optimizer)
-            scaler.update()
-    counted = [report.scalars["skipped_steps"] for report in transport.reports if report.statistics is not None]
-    assert counted == [0.0, 1.0, 1.0]
 
 
 def test_several_optimizers_of_one_run_each_keep_their_layers_and_steps(tmp_path):
@@ -225,3 +213,90 @@ def test_a_forked_child_trains_and_is_measured_on_its_own():
     assert process != os.getpid()
     assert handle.step == 2
     assert train(model, optimizer, 3, start=2) == losses
+
+
+def stepped(*, closure, watched, positional=False, make=adamw, dtype=torch.bfloat16):
+    model = mlp(dtype=dtype)
+    optimizer = make(model)
+    handle = watch(model, optimizer, every=3, sample="all", oracle=True) if watched else None
+    losses = []
+    for step in range(12):
+
+        def evaluate(step=step):
+            optimizer.zero_grad()
+            loss = mlp_loss(model, step)
+            loss.backward()
+            return loss
+
+        if not closure:
+            evaluate()
+            optimizer.step()
+            continue
+        loss = optimizer.step(evaluate) if positional else optimizer.step(closure=evaluate)
+        losses.append(float(loss.detach()))
+    return handle, recorded(model, optimizer, losses)
+
+
+@pytest.mark.parametrize("positional", [True, False])
+def test_a_closure_changes_no_number_and_is_left_as_it_is(positional):
+    """As Lightning's steps take one."""
+    plain, _ = stepped(closure=False, watched=True)
+    closed, with_agent = stepped(closure=True, watched=True, positional=positional)
+    _, without = stepped(closure=True, watched=False, positional=positional)
+    assert_same_training(without, with_agent)
+    assert closed.info.intent == plain.info.intent == "shadow"
+    assert closed.summary() == plain.summary()
+    assert closed.summary()["model"]["edq_ratio"] is not None
+
+
+def test_a_closure_that_is_evaluated_again_leaves_only_what_changed():
+    def lbfgs(model):
+        return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    _, without = stepped(closure=True, watched=False, make=lbfgs, dtype=torch.float32)
+    handle, with_agent = stepped(closure=True, watched=True, make=lbfgs, dtype=torch.float32)
+    assert_same_training(without, with_agent)
+    assert handle.info.intent == "before-after"
+    assert "repeatedly" in handle.info.intent_reason
+    values = handle.summary()["model"]
+    assert values["effective_norm"] > 0
+    assert values["unchanged_ratio"] < 1
+    for key in ("edq_ratio", "lost_update_ratio", "grad_norm", "intended_norm"):
+        assert values.get(key) is None
+    assert not any(key.startswith(("state_zero", "decay", "residual")) for key in values)
+    assert "unknown" in str(handle)
+
+
+def mlp_and_adamw(groups=1):
+    model = mlp()
+    members = list(model.parameters())
+    return model, torch.optim.AdamW([{"params": members[first::groups]} for first in range(groups)], lr=1e-3)
+
+
+def reported(tmp_path, model, optimizer, before_training):
+    """The first step of the attempt, and the steps that are reported, of a watch that begins before."""
+    transport = MemoryTransport()
+    with collage.init("p", "r", dir=tmp_path, transport=transport):
+        collage.watch(model, optimizer, every=1, budget=None)
+        before_training()
+        train(model, optimizer, 3)
+    begun = [message.first_step for message in transport.messages if isinstance(message, AttemptCreate)]
+    return begun, [report.step for report in transport.reports]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_steps_go_on_where_states_are_loaded_after_the_watch_began(tmp_path, groups):
+    """The attempt began at step 1, and hid all that the attempt before had shown."""
+    model, optimizer = mlp_and_adamw(groups)
+    train(model, optimizer, 50)
+    kept = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    model, optimizer = mlp_and_adamw(groups)
+    steps = reported(tmp_path, model, optimizer, lambda: set_optimizer_state_dict(model, optimizer, kept))
+    assert steps == ([51], [51, 52, 53])
+
+
+def test_a_training_that_is_saved_before_its_first_step_begins_with_step_1(tmp_path):
+    model, optimizer = mlp_and_adamw()
+    steps = reported(tmp_path, model, optimizer, lambda: get_optimizer_state_dict(model, optimizer))
+    assert steps[0] in ([1], [2]), "torch's counter says 1 after its own step"
+    assert len(steps[1]) == 3

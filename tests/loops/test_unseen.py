@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import threading
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 
 from collage_monitor.wire import StreamCreate
 from tests.agent.training import mlp, mlp_loss
-from tests.integrations.identity import assert_same_training, recorded
+from tests.integrations.trainings import assert_same_training, recorded
 from tests.loops.graphs import MegatronOptimizer, OptimizerCudaGraphWrapper
 
 EVERY = 10
@@ -61,6 +62,9 @@ class Replayed:
     def steps(self):
         return len(self.losses)
 
+    def watched(self, watch=watch, **options):
+        return watch(self.model, self.optimizer.optimizer, **{"every": EVERY, **options})
+
     def backward(self):
         self.optimizer.zero_grad()
         loss = mlp_loss(self.model, self.steps)
@@ -85,13 +89,10 @@ def test_replayed_steps_are_named_within_a_measuring_interval(kind, caplog):
     training = Replayed(make, dtype, **options)
     transport = MemoryTransport()
     collage.init("replays", transport=transport)
-    handle = collage.watch(training.model, training.optimizer.optimizer, every=EVERY)
+    handle = training.watched(collage.watch)
     with caplog.at_level(logging.WARNING, logger="collage_agent"):
-        for _ in range(WARMUP + 1):
-            training.step()
-            collage.log({"loss": 1.0})
-        assert "call no hook" not in caplog.text
-        for _ in range(EVERY):
+        for number in range(WARMUP + 1 + EVERY):
+            assert number > WARMUP + 1 or "call no hook" not in caplog.text
             training.step()
             collage.log({"loss": 1.0})
     said = [record.message for record in caplog.records if "call no hook" in record.message]
@@ -149,9 +150,7 @@ def test_replays_between_before_and_after_are_measured_as_steps_are(kind):
         training = Replayed(make, dtype, graph, **options)
         for _ in range(WARMUP + 1):
             training.step()
-        handle = watch(
-            training.model, training.optimizer.optimizer, every=1, sample="all", first_step=training.steps + 1
-        )
+        handle = training.watched(every=1, sample="all", first_step=training.steps + 1)
         for _ in range(5):
             training.step()
             handle.look()
@@ -199,7 +198,7 @@ def test_who_only_logs_is_looked_at_ever_less_often(monkeypatch):
     monkeypatch.setattr(unseen_steps.UnseenSteps, "_read", counted)
     training = Replayed()
     run = collage.init("logs", transport=MemoryTransport())
-    handle = collage.watch(training.model, training.optimizer.optimizer, every=EVERY)
+    handle = training.watched(collage.watch)
     training.step()
     for _ in range(3200):
         run.log({"validation_loss": 1.0})
@@ -213,7 +212,7 @@ def test_who_only_logs_is_looked_at_ever_less_often(monkeypatch):
 
 def test_looking_changes_nothing():
     left_alone, looked_at = Replayed(), Replayed()
-    handle = watch(looked_at.model, looked_at.optimizer.optimizer, every=EVERY)
+    handle = looked_at.watched()
     for _ in range(12):
         left_alone.step()
         looked_at.step()
@@ -232,42 +231,58 @@ def test_layers_have_the_names_of_the_weights_that_are_stood_for():
         assert layers[name].shard.shape == tuple(weight.shape)
         assert layers[name].shard.elements == weight.numel() // 2
         assert layers[name].module_type == "Linear"
-    assert [
-        *watch(mlp_ := mlp(), MegatronOptimizer(mlp_, adamw, masters=False).optimizer)._assembly.watched
-    ] == names
+    without_masters = MegatronOptimizer(model := mlp(), adamw, masters=False).optimizer
+    assert [*watch(model, without_masters)._assembly.watched] == names
 
 
 class Loop:
     """An ordinary loop; between all that it does somebody looks."""
 
-    def __init__(self, make, dtype=torch.float32):
-        self.model = mlp(dtype=dtype)
-        self.make = make
+    def __init__(self, make):
+        self.model = mlp(dtype=torch.float32)
         self.optimizer = make(self.model.parameters())
         self.handle = watch(self.model, self.optimizer, every=2)
+        self.look = self.handle.look
         self.data = 0
 
-    def look(self):
-        self.handle.look()
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+        self.look()
 
     def backward(self):
-        mlp_loss(self.model, self.data).backward()
+        loss = mlp_loss(self.model, self.data)
+        loss.backward()
         self.data += 1
+        self.look()
+        return loss
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
         self.look()
 
     def train(self, steps=3):
         for _ in range(steps):
-            self.optimizer.zero_grad()
-            self.look()
+            self.zero_grad()
             self.backward()
-            self.optimizer.step()
-            self.look()
+            self.step()
+
+    def evaluate(self, batches):
+        self.model.eval()
+        with torch.no_grad():
+            for step in range(batches):
+                mlp_loss(self.model, step)
+                self.look()
+        self.model.train()
 
     def write(self, values, through_data=False):
         with torch.no_grad():
             for parameter, value in zip(self.model.parameters(), values, strict=True):
                 (parameter.data if through_data else parameter).copy_(value)
                 self.look()
+
+    def load(self, part, state):
+        part.load_state_dict(copy.deepcopy(state))
+        self.look()
 
     def weights(self):
         return [parameter.detach().clone() for parameter in self.model.parameters()]
@@ -276,12 +291,8 @@ class Loop:
         return [weight + 0.01 * torch.randn_like(weight) for weight in self.weights()]
 
 
-def trains(loop):
-    loop.train(12)
-
-
 def rests(loop):
-    loop.train()
+    loop.train(12)
     for _ in range(20):
         loop.look()
 
@@ -289,18 +300,13 @@ def rests(loop):
 def evaluates(loop):
     for _ in range(3):
         loop.train()
-        loop.model.eval()
-        with torch.no_grad():
-            for step in range(8):
-                mlp_loss(loop.model, step)
-                loop.look()
-        loop.model.train()
+        loop.evaluate(8)
 
 
 def loads_weights(loop):
     loop.train()
     for _ in range(4):
-        loop.model.load_state_dict(copy.deepcopy(loop.model.state_dict()))
+        loop.load(loop.model, loop.model.state_dict())
         loop.write(loop.noisy())
     loop.train()
 
@@ -309,19 +315,15 @@ def evaluates_checkpoints(loop):
     loop.train()
     for _ in range(10):
         loop.write(loop.noisy())
-        with torch.no_grad():
-            mlp_loss(loop.model, 0)
-        loop.look()
+        loop.evaluate(1)
 
 
 def resumes(loop):
     loop.train()
     saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
     for _ in range(3):
-        loop.model.load_state_dict(saved[0])
-        loop.look()
-        loop.optimizer.load_state_dict(saved[1])
-        loop.look()
+        loop.load(loop.model, saved[0])
+        loop.load(loop.optimizer, saved[1])
         loop.train()
 
 
@@ -335,20 +337,17 @@ def resumes_in_place(loop):
             if isinstance(value, torch.Tensor):
                 loop.optimizer.state[parameter][key].copy_(value)
     loop.look()
-    loop.optimizer.load_state_dict(saved)
+    loop.load(loop.optimizer, saved)
     loop.train()
 
 
 def swaps_an_average(loop, through_data=False):
     average = loop.weights()
-    for _ in range(4):
-        loop.train()
+    for number in range(8):
+        if number < 4:
+            loop.train()
         own = loop.weights()
         average = [0.9 * a + 0.1 * w for a, w in zip(average, own, strict=True)]
-        loop.write(average, through_data)
-        loop.look()
-        loop.write(own, through_data)
-    for _ in range(4):
         loop.write(average, through_data)
         loop.write(own, through_data)
 
@@ -361,21 +360,18 @@ def swaps_storages(loop):
     for _ in range(3):
         loop.train()
         own = [parameter.data for parameter in loop.model.parameters()]
-        for parameter in loop.model.parameters():
-            parameter.data = parameter.data + 0.1
-            loop.look()
-        for parameter, value in zip(loop.model.parameters(), own, strict=True):
-            parameter.data = value
-            loop.look()
+        for values in ([value + 0.1 for value in own], own):
+            for parameter, value in zip(loop.model.parameters(), values, strict=True):
+                parameter.data = value
+                loop.look()
 
 
 def accumulates(loop):
     for _ in range(3):
-        loop.optimizer.zero_grad()
+        loop.zero_grad()
         for _ in range(8):
             loop.backward()
-        loop.optimizer.step()
-        loop.look()
+        loop.step()
 
 
 def steps_two_optimizers(loop):
@@ -383,14 +379,13 @@ def steps_two_optimizers(loop):
     its = torch.optim.AdamW(other.parameters(), lr=1e-3)
     for step in range(24):
         its.zero_grad()
-        (mlp_loss(other, step) + mlp_loss(loop.model, step)).backward()
-        loop.look()
+        mlp_loss(other, step).backward()
+        loop.backward()
         its.step()
         loop.look()
         if step % 8 == 7:
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
-            loop.look()
+            loop.step()
+            loop.zero_grad()
 
 
 def ties_weights(loop):
@@ -418,12 +413,10 @@ def warms_up(loop):
 
 
 def unfreezes(loop):
-    first, *_ = loop.model
-    first.requires_grad_(False)
-    loop.train()
-    first.requires_grad_(True)
-    loop.look()
-    loop.train()
+    for frozen in (True, False):
+        loop.model[0].requires_grad_(not frozen)
+        loop.look()
+        loop.train()
 
 
 def adds_a_group(loop):
@@ -443,40 +436,34 @@ def clips_weights(loop):
 
 def skips_steps(loop):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=1)
-    for _ in range(10):
-        loop.optimizer.zero_grad()
-        scaler.scale(mlp_loss(loop.model, loop.data)).backward()
+    for step in range(10):
+        loop.zero_grad()
+        scaler.scale(mlp_loss(loop.model, step)).backward()
         loop.look()
         scaler.step(loop.optimizer)
         loop.look()
         scaler.update()
-        loop.data += 1
 
 
 def takes_closures(loop):
     def closure():
         loop.optimizer.zero_grad()
-        loss = mlp_loss(loop.model, loop.data)
-        loss.backward()
-        loop.look()
-        return loss
+        return loop.backward()
 
     for _ in range(6):
-        loop.optimizer.step(closure)
-        loop.look()
+        loop.step(closure)
 
 
 def perturbs_and_returns(loop):
     """As SAM does: a step up, a gradient there, back, and a step."""
     for _ in range(6):
-        loop.optimizer.zero_grad()
+        loop.zero_grad()
         loop.backward()
         own = loop.weights()
         loop.write(loop.noisy())
         loop.backward()
         loop.write(own)
-        loop.optimizer.step()
-        loop.look()
+        loop.step()
 
 
 def moves_states(loop):
@@ -504,31 +491,9 @@ def averages_over_workers(loop):
 
 
 ORDINARY = [
-    trains,
-    rests,
-    evaluates,
-    loads_weights,
-    evaluates_checkpoints,
-    resumes,
-    resumes_in_place,
-    swaps_an_average,
-    swaps_through_data,
-    swaps_storages,
-    accumulates,
-    steps_two_optimizers,
-    ties_weights,
-    averages_stochastic_weights,
-    warms_up,
-    unfreezes,
-    adds_a_group,
-    clips_weights,
-    skips_steps,
-    takes_closures,
-    perturbs_and_returns,
-    moves_states,
-    compiles,
-    averages_over_workers,
+    own for own in [*globals().values()] if inspect.isfunction(own) and "loop" in inspect.signature(own).parameters
 ]
+"""All functions above that take a loop."""
 
 
 @pytest.mark.drawn

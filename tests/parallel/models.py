@@ -28,7 +28,7 @@ class Part(nn.Module):
     def __init__(self, index: int) -> None:
         super().__init__()
         self.index = index
-        self.weight = nn.Parameter(dyadic(SHAPES[index % len(SHAPES)], 100 + index))
+        self.weight = nn.Parameter(dyadic(SHAPES[index], 100 + index))
         self.bias = nn.Parameter(dyadic((index + 1,), 200 + index))
 
     def forward(self, step):
@@ -39,12 +39,24 @@ class Part(nn.Module):
         )
 
 
-class Injected(nn.Module):
+class Exact(nn.Module):
+    """One parameter whose gradient is exactly the numbers that `gradient` gives."""
+
+    def __init__(self, index: int, start: torch.Tensor) -> None:
+        super().__init__()
+        self.index = index
+        self.weight = nn.Parameter(start)
+
+    def forward(self, step):
+        return (self.weight * gradient(self.weight.shape, self.index, 0, step).to(self.weight.dtype)).sum()
+
+
+class Row(nn.Module):
     """Parts in a row; the loss is linear in the weights, so that every rank's gradient is the same and exact."""
 
-    def __init__(self, parts: int = 5) -> None:
+    def __init__(self, parts) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(Part(index) for index in range(parts))
+        self.parts = nn.ModuleList(parts)
 
     def forward(self, step):
         return sum(part(step) for part in self.parts)
@@ -65,7 +77,7 @@ ours: Any = functools.partial(CollageAdamW, lr=2**-9, weight_decay=2**-4, strate
 
 
 def injected(dtype):
-    return Injected().to(dtype)
+    return Row(map(Part, range(len(SHAPES)))).to(dtype)
 
 
 def replicated(dtype, model=None, make=adamw):
@@ -81,35 +93,20 @@ def zero(dtype, model=None, make=adamw):
     return model, ZeroRedundancyOptimizer(model.parameters(), make.func, **make.keywords)
 
 
-def fsdp1(
-    dtype,
-    model=None,
-    make=adamw,
-    *,
-    use_orig_params,
-    sharding=ShardingStrategy.FULL_SHARD,
-    mixed_precision=None,
-):
+def fsdp1(dtype, model=None, make=adamw, **options):
     model = model or injected(dtype)
-    wrap = functools.partial(
-        FullyShardedDataParallel,
-        use_orig_params=use_orig_params,
-        device_id=torch.device("cpu"),
-        sharding_strategy=sharding,
-        mixed_precision=mixed_precision,
-    )
+    wrap = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"), **options)
     for index in range(0, len(model.parts), 2):
         model.parts[index] = wrap(model.parts[index])
     model = wrap(model)
     return model, make(model.parameters())
 
 
-def fsdp2(dtype, model=None, make=adamw, *, mesh=None, policy=None):
+def fsdp2(dtype, model=None, make=adamw, **options):
     model = model or injected(dtype)
-    options: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
     for part in model.parts[:3]:
-        fully_shard(part, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
+        fully_shard(part, **options)
+    fully_shard(model, **options)
     return model, make(model.parameters())
 
 
@@ -124,12 +121,12 @@ SPREAD: dict[str, Any] = {
     "zero": zero,
     "fsdp1 original": functools.partial(fsdp1, use_orig_params=True),
     "fsdp1 flat": functools.partial(fsdp1, use_orig_params=False),
-    "fsdp1 unsharded": functools.partial(fsdp1, use_orig_params=True, sharding=ShardingStrategy.NO_SHARD),
+    "fsdp1 unsharded": functools.partial(fsdp1, use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD),
     "fsdp2": fsdp2,
     "fsdp2 hybrid": hybrid,
 }
 HALF = torch.bfloat16
 MIXED: dict[str, Any] = {
     "fsdp1": functools.partial(fsdp1, use_orig_params=True, mixed_precision=MixedPrecision(param_dtype=HALF)),
-    "fsdp2": functools.partial(fsdp2, policy=MixedPrecisionPolicy(param_dtype=HALF)),
+    "fsdp2": functools.partial(fsdp2, mp_policy=MixedPrecisionPolicy(param_dtype=HALF)),
 }

@@ -1,18 +1,41 @@
-"""What reaches copies of the weights is the same however they are spread, or it is not given."""
+"""What reaches copies of the weights is the same however they are spread, or it is not given.
+
+Rows of 64 elements, so that blocks fit.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
+import torch
 
-from tests.parallel.casts import OPTIONS, SHAPES, WAYS, alone
-from tests.parallel.launch import asked, launch
-from tests.parallel.merged import merged_layers
+from collage_monitor.statistics.casts import FORMATS
+from tests.parallel.launch import among_asked, asked, launch
+from tests.parallel.measuring import measured, merged_layers
+from tests.parallel.models import SPREAD, Exact, Row, adamw, dyadic
 
 pytestmark = pytest.mark.slow
 
-BY_DAY = ("zero", "fsdp2", "fsdp1 flat")
+CASTS = (*FORMATS, "bf16>fp8_block128", "bf16>mxfp8")
+SHAPES = ((6, 64), (5, 64), (96,), (7, 3), (256, 64), (200, 64))
+
+
+def wide():
+    return Row(Exact(index, dyadic(shape, 300 + index)) for index, shape in enumerate(SHAPES))
+
+
+OPTIONS: dict[str, Any] = {"steps": 8, "casts": CASTS, "windows": (2,)}
+
+
+def copies(folder):
+    """What this rank saw of each way to spread the model that is asked for."""
+    asked = among_asked(SPREAD)
+    return {name: measured(*spread(torch.float32, wide()), **OPTIONS) for name, spread in asked.items()}
+
+
+BY_DAY, AT_NIGHT = ("zero", "fsdp2", "fsdp1 flat"), ("ddp", "fsdp1 original")
 TILES = ("fp8_block128", "fp8_block128_ue8m0")
 CHANNELS = ("int8_channel", "int4_channel")
 BY_ROW = ("mxfp8", "int4_group32", "int4_group128", "uint4_group32", *CHANNELS)
@@ -40,17 +63,16 @@ def is_known(way, index, name):
 
 @pytest.fixture(scope="module")
 def seen(request, tmp_path_factory):
-    return launch("casts.copies", 2, tmp_path_factory.mktemp("casts"), ASKED=asked(request, "way"))
+    return launch("test_casts.copies", 2, tmp_path_factory.mktemp("casts"), ASKED=asked(request, "way"))
 
 
 @pytest.fixture(scope="module")
 def single():
-    return alone()
+    model = wide()
+    return measured(model, adamw(model.parameters()), **OPTIONS)
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[] if way in BY_DAY else pytest.mark.nightly) for way in WAYS]
-)
+@pytest.mark.parametrize("way", [*BY_DAY, *(pytest.param(way, marks=pytest.mark.nightly) for way in AT_NIGHT)])
 def test_two_processes_count_what_one_does(way, seen, single):
     last = OPTIONS["steps"] - 1
     found, expected = merged_layers([rank[way] for rank in seen], last), merged_layers([single], last)

@@ -6,15 +6,29 @@ import math
 from functools import cache
 
 import pytest
+import torch
+from torch import distributed
 
-from tests.parallel.jobs import DTYPES, STEPS, alone
-from tests.parallel.launch import asked, launch
-from tests.parallel.merged import assert_equal_totals
+from tests.parallel.launch import among_asked, asked, launch
+from tests.parallel.measuring import STEPS, alone, assert_equal_totals, measured
 from tests.parallel.models import MIXED, SHAPES, SPREAD
 
 pytestmark = pytest.mark.slow
 
-EVERYWHERE = [name for name in SPREAD if name != "fsdp2 hybrid"]
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def totals(folder):
+    """Every way to spread the model, whole tensors, in bfloat16 and in what other dtypes are asked for."""
+    seen = {}
+    for dtype_name, dtype in ({"bfloat16": torch.bfloat16} | among_asked(DTYPES)).items():
+        for name, spread in SPREAD.items():
+            if name == "fsdp2 hybrid" and distributed.get_world_size() < 4:
+                continue
+            seen[name, dtype_name] = measured(*spread(dtype))
+    for name, spread in MIXED.items():
+        seen[f"mixed {name}", "float32"] = measured(*spread(torch.float32))
+    return seen
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +38,8 @@ def alone_by_dtype():
 
 @pytest.fixture(scope="module")
 def seen(request, tmp_path_factory):
-    dtypes = asked(request, "dtype")
-    return cache(lambda count: launch("totals", count, tmp_path_factory.mktemp(f"totals{count}"), ASKED=dtypes))
+    folder, dtypes = tmp_path_factory.mktemp("totals"), asked(request, "dtype")
+    return cache(lambda count: launch("test_totals.totals", count, folder, ASKED=dtypes))
 
 
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.nightly), 4])

@@ -19,7 +19,7 @@ def main(job, folder):
     """Fork the ranks; when one fails, or this process is asked to end, all are ended."""
     # Imported once, before there are ranks.
     module, _, name = job.rpartition(".")
-    see = getattr(import_module(f"tests.parallel.{module or 'jobs'}"), name)
+    see = getattr(import_module(f"tests.parallel.{module}"), name)
     ranks = set()
     for rank in range(int(os.environ["WORLD_SIZE"])):
         pid = os.fork()

@@ -1,20 +1,63 @@
-"""What several ranks reported, put together as the server does it: replicas once, shards added."""
+"""What ranks measure, and what they report, put together as the server does it: replicas once, shards added."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+from collage_agent.handle import watch
 
 from collage_monitor.statistics import reduce_shards
+from tests.parallel.models import adamw, injected
 
+STEPS = 3
 RELATIVE = 1e-12
 DEPENDS_ON_SHARDS = {"active_blocks", "oracle_active_blocks", "counterfactual_kept_sum/plain/fp8"}
 """Blocks are cut from each shard, and fp8's scale is made of a shard's largest weight; all else is the same.
 
 So are the sums of squares over blocks that are called a rounding_variance.
 """
+
+
+class Recorder:
+    """A reporter that keeps what it gets."""
+
+    def __init__(self):
+        self.measurements: list[Any] = []
+
+    def started(self, first_step):
+        pass
+
+    def measured(self, measurement):
+        self.measurements.append(measurement)
+
+
+def train(model, optimizer, steps):
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+
+
+def measured(model, optimizer, sample="all", steps=STEPS, **options):
+    recorder = Recorder()
+    handle = watch(model, optimizer, every=1, sample=sample, oracle=True, budget=None, reporter=recorder, **options)
+    train(model, optimizer, steps)
+    return {
+        "layers": [measurement.layout.layers for measurement in recorder.measurements],
+        "statistics": [measurement.layout.statistics for measurement in recorder.measurements],
+        "totals": [measurement.table().array for measurement in recorder.measurements],
+        "info": handle.info,
+        "summary": handle.summary(),
+        "text": str(handle),
+    }
+
+
+def alone(dtype):
+    model = injected(dtype)
+    return measured(model, adamw(model.parameters()))
 
 
 def merged_layers(ranks, index):

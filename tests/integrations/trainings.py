@@ -1,11 +1,13 @@
-"""What a training leaves behind, and the claim that two of them are bit for bit the same."""
+"""What trainings leave behind: themselves, bit for bit the same or not, and what arrived at a MemoryTransport."""
 
 import random
 
 import numpy as np
 import torch
 
-__all__ = ["assert_same_training", "recorded"]
+from collage_monitor.wire import RunCreate
+
+__all__ = ["assert_same_training", "begun", "recorded", "scalars_of", "steps_of"]
 
 
 def recorded(model, optimizer, losses):
@@ -48,3 +50,22 @@ def _assert_same(mine, theirs):
             _assert_same(entry, counterpart)
     else:
         assert mine == theirs
+
+
+def steps_of(transport):
+    """The measured steps, in order."""
+    return [report.step for report in transport.reports if report.statistics is not None]
+
+
+def scalars_of(transport):
+    """Name to (step, value) of everything logged."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for report in transport.reports:
+        for name, value in report.scalars.items():
+            found.setdefault(name, []).append((report.step, value))
+    return found
+
+
+def begun(transport):
+    """The message that began the run."""
+    return next(message for message in transport.messages if isinstance(message, RunCreate))
