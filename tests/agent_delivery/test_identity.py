@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from collage_agent.launch.identity import agree, make_identity, new_id
+from collage_agent.launch.identity import agree, make_identity
 
 from collage_monitor.wire import AttemptCreate, RunCreate, StreamCreate
 from tests.agent_delivery.doubles import arrived, of_kind
@@ -29,13 +29,6 @@ TORCHRUN = {
 
 def rank(number, nth_run=0, **environment):
     return make_identity(None, nth_run=nth_run, environment={**TORCHRUN, "RANK": str(number), **environment})
-
-
-def test_ids_sort_by_time(monkeypatch):
-    moments = iter([1_700_000_000.001, 1_700_000_000.002])
-    monkeypatch.setattr("ulid.time.time_ns", lambda: int(1e9 * next(moments)))
-    first = new_id()
-    assert first < new_id()
 
 
 def alone(run_id=None, **options):

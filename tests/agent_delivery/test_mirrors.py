@@ -204,17 +204,14 @@ def test_an_onset_is_told_once_where_it_came():
     assert found[1].last_before <= 30_000 < found[1].settled
 
 
-def test_an_alert_becomes_an_event(double):
+def test_an_alert_becomes_an_event_where_there_are_mirrors(double):
+    assert Mirrors().callbacks == []
     run = collage.init("p", mirrors=["double"], transport=MemoryTransport())
     (callback,) = run.mirrors.callbacks
     callback(incident(120))
     until(lambda: double[0].seen, "the event")
     assert double[0].seen == [MirrorEvent("alert", 120, 1.0, "CollageEdqLow (warning): low")]
     collage.finish()
-
-
-def test_without_mirrors_nobody_asks_for_alerts():
-    assert Mirrors().callbacks == []
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,6 @@ def test_strict_turns_a_problem_into_a_status(plain, tmp_path):
     assert "nothing that stands out" in answer.output
 
 
-def test_what_cannot_be_read_is_an_error_of_ours(tmp_path):
-    assert isinstance(audited(tmp_path).exception, CheckpointError)
-
-
 @pytest.mark.parametrize(("verb", "option"), [(audit, []), (sync, ["--dir"])])
 def test_what_is_not_there_is_said_before_anything_is_loaded_or_asked(tmp_path, verb, option, monkeypatch):
     monkeypatch.setitem(sys.modules, "collage_agent.audit", None)
@@ -67,7 +63,10 @@ def test_a_wrong_rate_is_a_usage_error(plain):
     assert "pass a number above 0" in answer.output
 
 
-def test_an_error_in_reading_is_not_blamed_on_the_rate(plain, monkeypatch):
+def test_an_error_in_reading_is_ours_and_not_blamed_on_the_rate(plain, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    assert isinstance(audited(tmp_path / "empty").exception, CheckpointError)
+
     def broken(parameters):
         raise ValueError("of another kind")
 
