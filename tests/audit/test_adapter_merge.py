@@ -65,8 +65,8 @@ def test_a_merge_is_foretold_as_peft_carries_it_out(tmp_path, dtype, options):
 
 
 def audited(folder, *words, status=0):
-    words = ["audit", folder / "base.pt", "--adapter", folder / "adapter", *words]
-    done = CliRunner().invoke(root, [*map(str, words)])
+    given = [folder / "base.pt", "--adapter", folder / "adapter", *words]
+    done = CliRunner().invoke(root, ["audit", *map(str, given)])
     assert done.exit_code == status, done.output
     return done.output
 

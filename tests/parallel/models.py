@@ -95,7 +95,7 @@ def zero(dtype, model=None, make=adamw):
 
 def fsdp1(dtype, model=None, make=adamw, **options):
     model = model or injected(dtype)
-    wrap = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"), **options)
+    wrap: Any = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"), **options)
     for index in range(0, len(model.parts), 2):
         model.parts[index] = wrap(model.parts[index])
     model = wrap(model)
