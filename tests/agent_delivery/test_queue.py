@@ -11,7 +11,7 @@ from collage_agent.transport.queue import (
     StepItems,
     not_finite_since,
 )
-from collage_agent.transport.report_counts import ReportCounts, given_up
+from collage_agent.transport.report_counts import ReportCounts
 
 from tests.waiting import PATIENCE_SECONDS
 
@@ -132,15 +132,6 @@ def test_a_queue_half_full_of_steps_or_bytes_does_not_wait_for_company(steps, si
     waits.join(PATIENCE_SECONDS)
     assert not waits.is_alive()
     assert taken(queue) == [[step] for step in range(full - 1)]
-
-
-def test_what_is_given_up_is_said_in_a_reader_s_words():
-    """`no_number` and `spool_failed` reached the user."""
-    dropped = {"queue_full": 3, "spool_failed": 1, "refused_422": 2}
-    assert given_up(dropped) == (
-        "3 (more came than could be sent or kept), 1 (they could not be written to the data folder), "
-        "2 (refused with status 422)"
-    )
 
 
 def test_of_values_that_are_joined_the_last_of_each_name_counts():

@@ -157,7 +157,7 @@ def test_beginning_starts_nothing_draws_nothing_and_loads_little_beside_torch():
         torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
         threads, before, drawn = threading.active_count(), set(sys.modules), numbers()
         from collage_agent import current_run, watch, init
-        import collage_agent.optim, collage_agent.transport
+        import collage_agent.integrations, collage_agent.optim, collage_agent.transport
         assert threading.active_count() == threads, threading.enumerate()
         assert current_run() is None
         added = {name.partition(".")[0] for name in set(sys.modules) - before}

@@ -9,9 +9,7 @@ from typing import Any
 import collage_agent as collage
 import pytest
 import torch
-from collage_agent.integrations.transformers import CollageCallback
 from collage_agent.transport import MemoryTransport
-from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from tests.agent.training import mlp, mlp_loss
 from tests.integrations.test_transformers import trainer_for
@@ -125,10 +123,3 @@ def test_automodel_builds_our_optimizer_by_its_dotted_name():
 def test_a_door_of_an_absent_package_says_what_to_install(name):
     with pytest.raises(ImportError, match=f"needs {name} .*pip install {name}"):
         importlib.import_module(f"collage_agent.integrations.{name}")
-
-
-def test_transformers_takes_no_reporter_of_others():
-    """What docs/integrations.md says of `report_to`; if this fails, it can be `report_to="collage"` at last."""
-    with pytest.raises(ValueError, match="collage is not supported"):
-        get_reporting_integration_callbacks("collage")
-    assert CollageCallback not in get_reporting_integration_callbacks("tensorboard")

@@ -113,8 +113,3 @@ def test_its_advice_is_in_the_trainer_s_words_and_cures(tmp_path):
         cured, own_groups = judged(choice.code, weight_decay=0.1)
         assert cured.health == "healthy", cured
         assert [group["weight_decay"] for group in own_groups] == [group["weight_decay"] for group in groups]
-
-
-def test_a_wrong_option_is_refused_where_it_is_written():
-    with pytest.raises(ValueError, match="every=0"):
-        CollageCallback(every=0)
