@@ -66,18 +66,24 @@ def test_a_dropped_report_is_counted_under_its_role(tmp_path):
 
 
 def test_it_waits_for_a_run_that_is_not_there_yet(tmp_path, capsys):
+    """And for one that the server has lost, until that is registered again."""
     transport = Registry()
     run = beside(tmp_path, transport)
-    for step in (10, 20, 30):
-        run.log({"accuracy": step / 100}, step=step)
+    log_steps(run, 10, 12)
     until(lambda: run.reports_spooled == 3 and transport.refused > 1)
     assert run.reports_dropped == {}
     trainer = make_run(tmp_path, transport, run_id="r1")
     until(lambda: run.reports_sent == 3)
+    assert [report.step for report in transport.reports] == [10, 11, 12]
+    assert "the server knows no run r1 yet" in capsys.readouterr().err
+    transport.runs.clear()
+    log_steps(run, 13, 13)
+    until(lambda: run.reports_spooled == 1)
+    transport.runs.add("r1")
+    until(lambda: run.reports_sent == 4)
     run.finish()
     trainer.finish()
-    assert [report.step for report in transport.reports] == [10, 20, 30]
-    assert "the server knows no run r1 yet" in capsys.readouterr().err
+    assert run.reports_dropped == {}
     assert list(tmp_path.glob("spool/*/*")) == []
 
 
@@ -106,21 +112,6 @@ def test_a_training_does_not_wait_for_what_an_evaluator_left(tmp_path, monkeypat
     trainer.finish()
     assert sorted(name for report in transport.reports for name in report.scalars) == ["evaluator/loss", "loss"]
     assert trainer.reports_dropped == {}
-
-
-def test_a_server_that_lost_the_run_gets_all_again_once_the_training_has_registered_it(tmp_path):
-    transport = Registry()
-    transport.runs.add("r1")
-    run = beside(tmp_path, transport)
-    run.log({"accuracy": 0.1}, step=1)
-    until(lambda: run.reports_sent == 1)
-    transport.runs.clear()
-    run.log({"accuracy": 0.2}, step=2)
-    until(lambda: run.reports_spooled == 1)
-    transport.runs.add("r1")
-    until(lambda: run.reports_sent == 2)
-    run.finish()
-    assert run.reports_dropped == {}
 
 
 def test_each_process_is_a_launch_by_itself_whatever_it_inherits():

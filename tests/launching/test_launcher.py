@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from click.testing import CliRunner
-from collage_agent import current_run, finish, init, watch
+from collage_agent import finish, init, watch
 from collage_agent.expectations import BREACH_EXIT_STATUS
 from collage_agent.integrations import attach
 from collage_agent.transport import MemoryTransport
@@ -284,13 +284,16 @@ def watched_by(optimizer):
 
 
 def test_the_first_step_is_seen_and_each_optimizer_is_watched_once(fresh):
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
+    """Also one that the training watches by itself."""
+    models = [nn.Linear(4, 4), nn.Linear(2, 2)]
+    optimizer, own = (torch.optim.AdamW(model.parameters()) for model in models)
     for _ in range(10):
         stepped(optimizer)
-    assert watched_by(optimizer) == 1
+    watch(models[1], own)
+    stepped(own)
+    assert (watched_by(optimizer), watched_by(own)) == (1, 1)
     finish()
-    assert [report.step for report in fresh.reports if report.statistics is not None] == [1, 10]
+    assert [report.step for report in fresh.reports if report.statistics is not None] == [1, 10, 1]
 
 
 def test_containers_are_passed_over_for_what_they_hold(fresh):
@@ -313,12 +316,3 @@ def test_an_optimizer_for_each_parameter_does_not_become_a_watch_for_each(fresh,
         stepped(optimizer)
     assert sum(map(watched_by, optimizers)) == (20 if alone else 8)
     assert caplog.text.count("further ones are left alone") == (0 if alone else 1)
-
-
-def test_a_watched_optimizer_is_left_alone(fresh):
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    watch(model, optimizer)
-    stepped(optimizer)
-    assert watched_by(optimizer) == 1
-    assert current_run() is not None
