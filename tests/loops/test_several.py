@@ -10,6 +10,7 @@ from collage_agent.handle import watch
 from collage_agent.intent import intent_choice
 from collage_agent.transport import MemoryTransport
 from collage_agent.watching.hooks import OptimizerHooks
+from collage_agent.watching.iterations import Iterations
 from collage_optim import CollageAdamW
 from torch import nn
 
@@ -151,7 +152,7 @@ def test_an_optimizer_that_has_no_gradient_ends_the_iteration_late():
     for step in range(6):
         model.zero_grad()
         mlp_loss(model, step).backward()
-        for optimizer in optimizers[::-1] if step % 2 else optimizers[:2]:
+        for optimizer in optimizers if step % 2 else optimizers[:2]:
             optimizer.step()
         assert handle.step == step + 1
     assert [measurement.step for measurement in recorder.measurements] == [1, 2, 4, 6]
@@ -211,3 +212,17 @@ def test_a_parameter_of_two_optimizers_is_refused():
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model[0].parameters(), lr=0.1)]
     with pytest.raises(ValueError, match="0 and 1 both step a parameter of shape"):
         watch(model, optimizers)
+
+
+def test_iterations_are_counted_in_any_order():
+    over: list[int] = []
+    iterations = Iterations(3, lambda: 10, over.append)
+    seen = []
+    for member in (0, 1, 2, 2, 0, 1, 1, 1, 2):
+        seen.append(iterations.begin_step(member))
+        iterations.measured = True
+        iterations.end_step(member)
+    assert seen == [11, 11, 11, 12, 12, 12, 13, 14, 14]
+    assert over == [11, 12, 13]
+    iterations.end()
+    assert (over, iterations.step) == ([11, 12, 13, 14], 14)

@@ -341,19 +341,15 @@ def resumes_in_place(loop):
     loop.train()
 
 
-def swaps_an_average(loop, through_data=False):
+def swaps_an_average(loop):
     average = loop.weights()
-    for number in range(8):
-        if number < 4:
+    for number in range(16):
+        if number % 8 < 4:
             loop.train()
         own = loop.weights()
         average = [0.9 * a + 0.1 * w for a, w in zip(average, own, strict=True)]
-        loop.write(average, through_data)
-        loop.write(own, through_data)
-
-
-def swaps_through_data(loop):
-    swaps_an_average(loop, through_data=True)
+        loop.write(average, through_data=number >= 8)
+        loop.write(own, through_data=number >= 8)
 
 
 def swaps_storages(loop):
@@ -428,12 +424,6 @@ def adds_a_group(loop):
         loop.train(1)
 
 
-def clips_weights(loop):
-    for _ in range(6):
-        loop.train(1)
-        loop.write([weight.clamp(-0.1, 0.1) for weight in loop.weights()])
-
-
 def skips_steps(loop):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=1)
     for step in range(10):
@@ -483,9 +473,11 @@ def compiles(loop):
     loop.train(4)
 
 
-def averages_over_workers(loop):
-    """As local SGD does, every few steps: the mean of other workers' weights, written over one's own."""
+def writes_over_its_weights(loop):
+    """As clipping does; and local SGD, every few steps: the mean of other workers' weights."""
     for _ in range(5):
+        loop.train(1)
+        loop.write([weight.clamp(-0.1, 0.1) for weight in loop.weights()])
         loop.train(2)
         loop.write([(own + other) / 2 for own, other in zip(loop.weights(), loop.noisy(), strict=True)])
 
