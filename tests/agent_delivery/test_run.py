@@ -51,9 +51,8 @@ def test_registrations_precede_reports_and_after_the_end_which_is_marked_nothing
     run.finish()
     run.log({"loss": 1.0})
     run.measured(measurement(6))
-    assert [type(message) for message in transport.messages] == [
-        *(RunCreate, AttemptCreate, StreamCreate, StreamCreate, ReportBatch, RunUpdate)
-    ]
+    kinds = [type(message) for message in transport.messages]
+    assert kinds == [RunCreate, AttemptCreate, StreamCreate, StreamCreate, ReportBatch, RunUpdate]
     created, _, _, stream, _, update = transport.messages
     named = (created.run_id, created.name, created.tags, created.config, created.seed)
     assert named == (run.run_id, "n", ["t"], {"lr": 0.1}, 3)
@@ -231,6 +230,7 @@ def test_a_block_too_large_for_a_request_goes_in_parts_of_layers(run, transport,
 
 SET_BACK = {100.0: 100.0, 101.0: 101.0, 100.9: 101.0, 41.0: 101.0, 42.0: 102.0, 44.0: 104.0}
 SET_BACK_AGAIN = {30.0: 104.0, 31.0: 105.0, 500.0: 574.0}
+"""The clock's times to the reports'."""
 
 
 @pytest.mark.parametrize(
