@@ -34,18 +34,21 @@ _INSTALLED = {
 }
 
 
+def project_of(folder):
+    return tomllib.loads((_ROOT / folder / "pyproject.toml").read_text())["project"]
+
+
 @pytest.fixture
 def holds(monkeypatch):
     """An environment with collage-monitor and these distributions, as the three pyproject.toml describe them."""
 
     def required(distribution):
-        told = tomllib.loads((_ROOT / _FOLDERS[distribution] / "pyproject.toml").read_text())["project"]
+        told = project_of(_FOLDERS[distribution])
         extras = told.get("optional-dependencies", {}).items()
         return [*told["dependencies"], *(f"{one}; extra == '{extra}'" for extra, own in extras for one in own)]
 
     def registered(group):
-        folders = ["."] + ["server"] * ("collage-monitor-server" in present)
-        told = [tomllib.loads((_ROOT / folder / "pyproject.toml").read_text())["project"] for folder in folders]
+        told = map(project_of, ["."] + ["server"] * ("collage-monitor-server" in present))
         found = [pair for own in told for pair in own["entry-points"].get(group, {}).items()]
         return [EntryPoint(name, value, group) for name, value in found]
 
@@ -67,9 +70,7 @@ def holds(monkeypatch):
         ("nothing", "list", "'collage-monitor[client]'", "httpx"),
         ("nothing", "sync", "'collage-monitor[client]'", "httpx"),
         ("client", "audit", "'collage-monitor[agent]'", "collage-optim, python-ulid, safetensors, torch"),
-        ("client", "convert", "'collage-monitor[agent]'", "torch"),
-        ("client", "doctor", "'collage-monitor[agent]'", "torch"),
-        ("client", "run", "'collage-monitor[agent]'", "torch"),
+        *(("client", verb, "'collage-monitor[agent]'", "torch") for verb in ("convert", "doctor", "run")),
         ("server", "archive", "'collage-monitor-server[archive]'", "deltalake"),
         ("client", "archive", "'collage-monitor-server[archive]'", "collage-monitor-server"),
         ("client", "archive query", "'collage-monitor[query]'", "duckdb"),
@@ -111,23 +112,29 @@ def test_the_list_of_verbs_says_in_full_what_to_install(holds):
 
 def test_the_verbs_of_the_server_are_those_that_it_registers(holds):
     """So that each is listed, with what installs it, where the server is not installed."""
-    told = tomllib.loads((_ROOT / "server" / "pyproject.toml").read_text())["project"]["entry-points"]
-    assert set(told[VERBS]) == set(command._OF_SERVER)
+    assert set(project_of("server")["entry-points"][VERBS]) == set(command._OF_SERVER)
     without = root.list_commands(click.Context(root))
     holds(_INSTALLED["server"])
     assert root.list_commands(click.Context(root)) == without
+
+
+def in_a_process(code, *words, options=(), **environment):
+    """What Python does with this code, `sys` imported and its arguments these."""
+    given = f"import sys; sys.argv[1:] = {words!r}\n{code}"
+    return subprocess.run(
+        [sys.executable, *options, "-c", given], env=os.environ | environment, capture_output=True, text=True
+    )
+
+
+MAIN = "from collage_monitor.command import main; sys.argv[0] = 'collage-monitor'; main()"
 
 
 def test_what_waits_on_disk_is_sent_without_torch(holds, tmp_path):
     """`sync` runs where a disk is shared, on a machine that trains nothing."""
     holds(_INSTALLED["client"])
     arguments = ["sync", "--dir", str(tmp_path), "--server-url", "http://127.0.0.1:9"]
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from collage_agent.command.sync import sync\n"
-        f"sync({arguments[1:]!r})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    code = f"sys.modules['torch'] = None\nfrom collage_agent.command.sync import sync\nsync({arguments[1:]!r})"
+    done = in_a_process(code)
     assert "nothing waits in" in done.stdout, done.stderr
     assert "nothing waits in" in CliRunner().invoke(root, arguments).output
 
@@ -148,12 +155,7 @@ def test_the_command_alone_shows_its_help_once():
     ],
 )
 def test_a_verb_whose_library_is_absent_names_the_smallest_extra(verb, blocked, advice):
-    code = (
-        f"import sys; sys.modules[{blocked!r}] = None\n"
-        "from collage_monitor.command import main\n"
-        f"sys.argv = ['collage-monitor', *{verb.split()!r}]; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = in_a_process(f"sys.modules[{blocked!r}] = None\n{MAIN}", *verb.split())
     assert done.returncode == 1
     assert f"needs {blocked}" in done.stderr
     assert done.stderr.rstrip().endswith(f"pip install {advice}")
@@ -174,14 +176,15 @@ def test_a_token_is_asked_for_in_words_for_people(token, said):
 
 
 @pytest.mark.parametrize(
-    ("raised", "status"),
+    ("raised", "status", "said"),
     [
-        (ServerUnreachable("no answer from http://x"), 1),
-        (click.ClickException("no answer from http://x"), 1),
-        (click.UsageError("no answer from http://x"), 2),
+        (ServerUnreachable("no answer from http://x"), 1, "no answer from http://x"),
+        (click.ClickException("no answer from http://x"), 1, "no answer from http://x"),
+        (click.UsageError("no answer from http://x"), 2, "no answer from http://x"),
+        (KeyboardInterrupt(), 1, "stopped"),
     ],
 )
-def test_every_error_is_a_sentence_behind_one_prefix(monkeypatch, raised, status):
+def test_every_error_is_a_sentence_behind_one_prefix(monkeypatch, raised, status, said):
     @click.command("refuse")
     def refuse():
         raise raised
@@ -189,19 +192,9 @@ def test_every_error_is_a_sentence_behind_one_prefix(monkeypatch, raised, status
     monkeypatch.setattr(command, "_found", lambda: {"refuse": entry_of(refuse)})
     result = CliRunner().invoke(root, ["refuse"])
     assert result.exit_code == status
-    assert result.stderr.splitlines()[-1] == "collage-monitor: no answer from http://x"
+    assert result.stderr.splitlines()[-1] == f"collage-monitor: {said}"
     assert "Traceback" not in result.output
     assert "Error:" not in result.output
-
-
-def test_a_question_that_is_broken_off_is_no_traceback(monkeypatch):
-    @click.command("refuse")
-    def refuse():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "_found", lambda: {"refuse": entry_of(refuse)})
-    result = CliRunner().invoke(root, ["refuse"])
-    assert (result.exit_code, result.stderr.strip()) == (1, "collage-monitor: stopped")
 
 
 class entry_of:  # noqa: N801 - stands for an entry point
@@ -231,31 +224,18 @@ def test_h_is_help_everywhere(words):
     assert result.output.startswith("Usage: ")
 
 
-def test_a_shell_is_given_the_verbs_and_options_to_complete():
-    environment = {**os.environ, "_COLLAGE_MONITOR_COMPLETE": "bash_complete", "COMP_CWORD": "1"}
-    code = "from collage_monitor.command import main; import sys; sys.argv[0] = 'collage-monitor'; main()"
-
-    def completed(words, place):
-        given = environment | {"COMP_WORDS": words, "COMP_CWORD": str(place)}
-        done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
-        return [line.partition(",")[2] for line in done.stdout.splitlines()]
-
-    assert completed("collage-monitor st", 1) == ["status"]
-    assert "--project" in completed("collage-monitor list --pro", 2)
-
-
-def test_help_does_without_torch():
-    """It takes seconds to load."""
-    code = "import sys; from collage_monitor.command import root; root(['--help'], standalone_mode=False); "
-    code += "assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "doctor" in done.stdout
+@pytest.mark.parametrize(
+    ("words", "place", "offered"),
+    [("collage-monitor st", 1, "status"), ("collage-monitor list --pro", 2, "--project")],
+)
+def test_a_shell_is_given_the_verbs_and_options_to_complete(words, place, offered):
+    asked = {"_COLLAGE_MONITOR_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(place)}
+    assert offered in [line.partition(",")[2] for line in in_a_process(MAIN, **asked).stdout.splitlines()]
 
 
 def test_the_list_of_verbs_has_each_of_ours_once_and_imports_none():
-    ours = "import sys, collage_monitor.command as c; c.main()"
-    told = subprocess.run([sys.executable, "-X", "importtime", "-c", ours, "-h"], capture_output=True, text=True)
+    """Neither torch, which takes seconds to load."""
+    told = in_a_process(MAIN, "-h", options=("-X", "importtime"))
     listed = [verb for verb, _ in LISTED.findall(told.stdout)]
     assert sorted(listed) == sorted({entry.name.partition(".")[0] for entry in entry_points(group=VERBS)})
     assert "Of other packages" not in told.stdout
@@ -273,18 +253,9 @@ def test_the_first_help_is_one_screen_of_few_verbs():
 
 def test_a_verb_below_another_imports_nothing_of_it():
     """`serve mcp` starts without the server's packages, which `serve` needs, and faster."""
-    code = (
-        "import sys; from collage_monitor.command import root; root(['serve', 'mcp', '-h'], standalone_mode=False)"
-    )
-    done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True)
+    done = in_a_process(MAIN, "serve", "mcp", "-h", options=("-X", "importtime"))
     assert "Model Context Protocol" in done.stdout
     assert "collage_server" not in done.stderr
-
-
-def test_options_of_the_server_are_refused_before_a_verb_below_it():
-    result = CliRunner().invoke(root, ["serve", "--port", "1", "dashboard"])
-    assert result.exit_code == 2
-    assert "options before dashboard are the server's" in result.stderr
 
 
 @pytest.mark.parametrize(("flags", "words"), [((), "copy all|all is well"), (("--quiet",), ""), (("-q",), "")])
@@ -303,22 +274,21 @@ def test_quiet_leaves_out_progress_and_remarks_but_no_error(monkeypatch, flags, 
     assert words or told == "collage-monitor: no answer from http://x\n"
 
 
+def _verbs(group, words=()):
+    for name in group.list_commands(click.Context(group)):
+        found = group.get_command(click.Context(group), name)
+        yield (*words, name), found
+        if isinstance(found, click.Group):
+            yield from _verbs(found, (*words, name))
+
+
 def test_options_of_one_meaning_have_one_name(monkeypatch):
     """A file that is written is `--output`, a server that is not asked is `--offline`, a tag is `--tag`."""
     monkeypatch.setattr(command, "_found", cache(command._found))
-    seen: dict[str, set[str]] = {}
-
-    def look(group, path):
-        for name in group.list_commands(click.Context(group)):
-            found = group.get_command(click.Context(group), name)
-            for entry in found.params:
-                for option in entry.opts if isinstance(entry, click.Option) else ():
-                    kind = "flag" if entry.is_flag else "value"
-                    seen.setdefault(option, set()).add(kind)
-            if isinstance(found, click.Group):
-                look(found, f"{path} {name}")
-
-    look(root, "")
+    seen: dict[str, set[bool]] = {}
+    for entry in (entry for _, verb in _verbs(root) for entry in verb.params if isinstance(entry, click.Option)):
+        for option in entry.opts:
+            seen.setdefault(option, set()).add(bool(entry.is_flag))
     assert [option for option, kinds in seen.items() if len(kinds) > 1] == []
     assert not {"--file", "--tags", "--remove", "--on-host"} & seen.keys()
 
@@ -341,6 +311,7 @@ def test_options_of_one_meaning_have_one_name(monkeypatch):
         ("setup database --database sqlite:///x", "`serve` migrates SQLite by itself"),
         ("archive query x --json --csv", "--json and --csv are two formats; give one of them"),
         ("run --tag", "'--tag' requires an argument"),
+        ("serve --port 1 dashboard", "options before dashboard are the server's"),
     ],
 )
 def test_a_wrong_call_of_a_verb_is_answered_with_what_to_do(words, said):
@@ -350,20 +321,11 @@ def test_a_wrong_call_of_a_verb_is_answered_with_what_to_do(words, said):
     assert result.stdout == ""
 
 
-def _leaves(group, words=()):
-    for name in group.list_commands(click.Context(group)):
-        found = group.get_command(click.Context(group), name)
-        if isinstance(found, click.Group):
-            yield from _leaves(found, (*words, name))
-        if not isinstance(found, click.Group) or found.invoke_without_command:
-            yield (*words, name), found
-
-
 def _wrong_calls():
     """Each verb with each of its options misspelt, with no value of its kind, and without what it asks for."""
     free = (click.types.StringParamType, click.Path, click.File, click.types.UnprocessedParamType)
-    for words, verb in _leaves(root):
-        for entry in verb.params:
+    for words, verb in _verbs(root):
+        for entry in verb.params if not isinstance(verb, click.Group) or verb.invoke_without_command else ():
             name = entry.opts[-1]
             if isinstance(entry, click.Argument):
                 if entry.required:

@@ -1,6 +1,7 @@
 """The verbs `export` and `import`: whole files or none, formats by ending, errors as sentences."""
 
 import json
+from functools import partial
 
 import httpx
 import pytest
@@ -30,10 +31,7 @@ def served(monkeypatch, tmp_path):
             seen.append(request)
             return answer(request) if callable(answer) else answer
 
-        def client(url, token):
-            return Client(url, token, transport=httpx.MockTransport(handle))
-
-        monkeypatch.setattr(server, "Client", client)
+        monkeypatch.setattr(server, "Client", partial(Client, transport=httpx.MockTransport(handle)))
         return seen
 
     return serve
@@ -88,32 +86,24 @@ def test_an_unwritable_place_and_an_unknown_ending(served):
 
 
 def test_import_prints_the_new_run(served, tmp_path):
+    zeros = dict.fromkeys(("attempt", "rank", "world_size", "process_id", "layers", "reports"), 0)
+    nothing = dict.fromkeys(("last_seq", "last_step", "last_report_at"))
+    answers = {
+        "reports": {"accepted": 1, "duplicates": 0},
+        "attempts": {"run_id": "r", "attempt": 1, "launch_id": "import", "first_step": 0, "created_at": 1.0},
+        "streams": {"run_id": "r", "stream_id": "r:import", "statistics": [], **zeros, **nothing},
+    }
+
     def answer(request):
-        if request.url.path.endswith("/reports"):
-            return httpx.Response(200, json={"accepted": 1, "duplicates": 0})
-        if request.url.path.endswith("/attempts"):
-            return httpx.Response(
-                200, json={"run_id": "r", "attempt": 1, "launch_id": "import", "first_step": 0, "created_at": 1.0}
-            )
-        if request.url.path.endswith("/streams"):
-            names = {"run_id": "r", "stream_id": "r:import", "statistics": []}
-            zeros = dict.fromkeys(("attempt", "rank", "world_size", "process_id", "layers", "reports"), 0)
-            return httpx.Response(
-                200, json={**names, **zeros, "last_seq": None, "last_step": None, "last_report_at": None}
-            )
-        return httpx.Response(200, json=RUN)
+        return httpx.Response(200, json=answers.get(request.url.path.rpartition("/")[2], RUN))
 
     seen = served(answer)
     (tmp_path / "c.csv").write_text("step,loss\n1,4.0\n")
     result = CliRunner().invoke(import_run, ["c.csv", "--project", "p", "--name", "mine"])
     assert result.exit_code == 0, result.output
     assert result.stdout.split() == ["r"]
-    assert [(request.method, request.url.path.rpartition("/")[2]) for request in seen][:4] == [
-        ("POST", "runs"),
-        ("PATCH", "r"),
-        ("POST", "attempts"),
-        ("POST", "streams"),
-    ]
+    asked = [f"{request.method} {request.url.path.rpartition('/')[2]}" for request in seen]
+    assert asked[:4] == ["POST runs", "PATCH r", "POST attempts", "POST streams"]
     assert seen[-1].method == "PATCH"
     assert json.loads(seen[-1].content)["state"] == "finished"
 

@@ -1,4 +1,7 @@
-"""Public names are listed, sorted and real; importing the contract starts nothing and loads nothing heavy."""
+"""Public names are listed, sorted and real; importing the contract starts nothing and loads nothing heavy.
+
+The error tree that a docstring draws is the tree that exists, and messages may be decoded by several threads.
+"""
 
 import importlib
 import pkgutil
@@ -8,6 +11,7 @@ import sys
 import pytest
 
 import collage_monitor
+from collage_monitor import errors
 
 pytestmark = pytest.mark.slow
 
@@ -31,3 +35,53 @@ def test_the_contract_alone_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_the_drawn_tree_is_the_real_one():
+    drawn = [line.replace("│", " ") for line in (errors.__doc__ or "").splitlines()[2:] if line.strip()]
+    ancestors: list[str] = []
+    for line in drawn:
+        own = line.lstrip(" ├└─")
+        depth = (len(line) - len(own)) // 4
+        ancestors[depth:] = [own.split()[0]]
+        found = getattr(errors, ancestors[-1])
+        assert issubclass(found, getattr(errors, ancestors[depth - 1]) if depth else Exception)
+    assert {line.lstrip(" ├└─").split()[0] for line in drawn} == set(errors.__all__)
+
+
+FIRST_USES = """
+import sys
+import msgspec
+import collage_agent, collage_server.app
+import collage_agent.transport.envelope
+
+def described(kind):
+    for child in kind.__subclasses__():
+        yield child
+        yield from described(child)
+
+gathered = set()
+
+def look(frame, event, _argument):
+    if event == "call" and frame.f_code.co_name == "get_class_annotations":
+        gathered.add(kind)
+
+kinds = [kind for kind in described(msgspec.Struct) if kind.__module__.startswith("collage_")]
+for kind in kinds:
+    sys.setprofile(look)
+    try:
+        msgspec.json.decode(b"0", type=kind)
+    except msgspec.ValidationError:
+        pass
+    finally:
+        sys.setprofile(None)
+print(len(kinds), *sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in gathered))
+"""
+
+
+def test_no_type_is_looked_at_for_the_first_time_by_the_thread_that_decodes():
+    """msgspec takes a type for known before it has gathered its fields: a second thread reads a null pointer."""
+    ended = subprocess.run([sys.executable, "-c", FIRST_USES], capture_output=True, text=True, check=True)
+    count, *late = ended.stdout.split()
+    assert int(count) > 50
+    assert late == []

@@ -51,6 +51,16 @@ def sampled_totals(generator, u, e, count):
     return {key: np.array([float(value)]) for key, value in totals.items()}
 
 
+def sampled(generator, u, e, count):
+    """The totals of a sample, merged as those of one shard."""
+    return merge_shards([sampled_totals(generator, u, e, count)])
+
+
+def of_900_blocks(count):
+    u, e = layer(np.random.default_rng(4), 900)
+    return sampled(np.random.default_rng(4), u, e, count)
+
+
 def truth(layers):
     ue = sum((u * e).sum() for u, e in layers)
     uu = sum((u**2).sum() for u, _ in layers)
@@ -76,18 +86,16 @@ def test_the_true_value_is_inside_about_95_times_of_100(name):
 
 
 def test_the_same_sample_over_many_steps_does_not_pretend_to_know_more():
-    generator = np.random.default_rng(5)
-    u, e = layer(generator, 900)
-    one = sampled_totals(generator, u, e, 64)
-    low, high = interval("edq_ratio", merge_shards([one]))
-    merged_low, merged_high = interval("edq_ratio", merge_steps([merge_shards([one])] * 16))
-    np.testing.assert_allclose([merged_low, merged_high], [low, high], rtol=1e-9)
+    one = of_900_blocks(64)
+    np.testing.assert_allclose(
+        interval("edq_ratio", merge_steps([one] * 16)), interval("edq_ratio", one), rtol=1e-9
+    )
 
 
 def test_measured_whole_means_width_zero_even_of_few_blocks():
     generator = np.random.default_rng(1)
     u, e = layer(generator, 5)
-    merged = merge_shards([sampled_totals(generator, u, e, 5)])
+    merged = sampled(generator, u, e, 5)
     for name, value in truth([(u, e)]).items():
         low, high = interval(name, merged)
         assert low == high == pytest.approx(value)
@@ -97,7 +105,7 @@ def test_fewer_than_twenty_active_blocks_say_nothing():
     generator = np.random.default_rng(2)
     u, e = layer(generator, 100)
     for count, known in ((19, False), (20, True)):
-        low, high = interval("lost_update_ratio", merge_shards([sampled_totals(generator, u, e, count)]))
+        low, high = interval("lost_update_ratio", sampled(generator, u, e, count))
         assert np.isfinite([low, high]).all() == known
 
 
@@ -113,15 +121,14 @@ def test_a_ratio_that_few_blocks_decide_has_no_interval():
     generator = np.random.default_rng(4)
     for size, known in ((1.0, True), (100.0, False)):
         u, e = one_large_block(generator, size)
-        totals = [merge_shards([sampled_totals(generator, u, e, 400)]) for _ in range(20)]
+        totals = [sampled(generator, u, e, 400) for _ in range(20)]
         given = [bool(np.isfinite(interval("edq_ratio", merged)[0])) for merged in totals]
         seen = [bool(merged["intended_squared_sum"] > 1e5) for merged in totals]
         assert all(given) if known else not any(g and s for g, s in zip(given, seen, strict=True)) and any(seen)
 
 
 def test_a_sample_that_misses_what_moves_the_weights_has_no_interval():
-    u, e = layer(np.random.default_rng(4), 900)
-    totals = merge_shards([sampled_totals(np.random.default_rng(4), u, e, 128)])
+    totals = of_900_blocks(128)
     assert np.isfinite(interval("edq_ratio", totals)).all()
     spread = totals["variance_denominator/edq_ratio"]
     for errors, known in ((2.0, True), (2.5, False)):
@@ -141,8 +148,7 @@ def ratio_and_deviation(totals):
 
 
 def test_the_fewer_blocks_the_variance_comes_from_the_wider_is_the_interval():
-    u, e = layer(np.random.default_rng(4), 900)
-    totals = merge_shards([sampled_totals(np.random.default_rng(4), u, e, 128)])
+    totals = of_900_blocks(128)
     ratio, deviation = ratio_and_deviation(totals)
     for sources in (3.9, 4, 5, 8):
         low, high = interval("edq_ratio", totals | {"fourth_moment/edq_ratio": deviation**4 / sources})
@@ -154,7 +160,7 @@ def test_the_fewer_blocks_the_variance_comes_from_the_wider_is_the_interval():
 @pytest.mark.parametrize("count", [40, 75])
 def test_blocks_that_differ_count_as_fewer_however_large_a_part_of_the_tensor_they_are(count):
     u, e = layer(np.random.default_rng(4), 80)
-    totals = merge_shards([sampled_totals(np.random.default_rng(4), u, e, count)])
+    totals = sampled(np.random.default_rng(4), u, e, count)
     squares = (u[np.random.default_rng(4).permutation(80)[:count]] ** 2).sum(axis=1)
     alike = count / (1 + squares.var(ddof=1) / squares.mean() ** 2)
     ratio, deviation = ratio_and_deviation(totals)
@@ -166,11 +172,11 @@ def test_blocks_that_differ_count_as_fewer_however_large_a_part_of_the_tensor_th
 def test_zero_losses_do_not_give_zero_width():
     generator = np.random.default_rng(3)
     u = generator.normal(size=(500, BLOCK))
-    merged = merge_shards([sampled_totals(generator, u, u, 60)])
+    merged = sampled(generator, u, u, 60)
     low, high = interval("lost_update_ratio", merged)
     assert low == 0.0
     assert 0.0 < high < 0.1
-    everything_lost = merge_shards([sampled_totals(generator, u, np.zeros_like(u), 60)])
+    everything_lost = sampled(generator, u, np.zeros_like(u), 60)
     low, high = interval("lost_update_ratio", everything_lost)
     assert 0.9 < low < 1.0
     assert high == 1.0
@@ -179,7 +185,7 @@ def test_zero_losses_do_not_give_zero_width():
 def test_a_share_that_blocks_cannot_tell_apart_gains_nothing_from_more_steps():
     u = np.ones((500, BLOCK))
     e = np.where(np.arange(BLOCK) < BLOCK // 2, 0.0, u)
-    one = merge_shards([sampled_totals(np.random.default_rng(0), u, e, 60)])
+    one = sampled(np.random.default_rng(0), u, e, 60)
     assert one["variance_numerator/lost_update_ratio"] == 0
     low, high = interval("lost_update_ratio", one)
     assert 0.01 < high - low < 0.1
@@ -187,14 +193,10 @@ def test_a_share_that_blocks_cannot_tell_apart_gains_nothing_from_more_steps():
 
 
 def test_an_empty_shard_and_an_idle_one_are_undefined_without_a_warning():
-    zero = {
-        key: np.zeros(1) for key in sampled_totals(np.random.default_rng(0), np.ones((2, 2)), np.ones((2, 2)), 2)
-    }
-    for name in ("edq_ratio", "lost_update_ratio"):
-        assert np.isnan(interval(name, zero)).all()
     idle = sampled_totals(np.random.default_rng(0), np.zeros((40, 2)), np.zeros((40, 2)), 30)
-    for name in ("edq_ratio", "lost_update_ratio"):
-        assert np.isnan(interval(name, idle)).all()
+    for totals in (idle, dict.fromkeys(idle, np.zeros(1))):
+        for name in ("edq_ratio", "lost_update_ratio"):
+            assert np.isnan(interval(name, totals)).all()
 
 
 def test_shares_stay_between_zero_and_one():
@@ -202,5 +204,5 @@ def test_shares_stay_between_zero_and_one():
     for share in (0.001, 0.01, 0.5, 0.99, 0.999):
         u = generator.normal(size=(300, BLOCK))
         e = np.where(generator.random((300, 1)) < share, 0.0, u)
-        low, high = interval("lost_update_ratio", merge_shards([sampled_totals(generator, u, e, 40)]))
+        low, high = interval("lost_update_ratio", sampled(generator, u, e, 40))
         assert 0.0 <= low[0] <= high[0] <= 1.0

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Barrier
 
 import pytest
@@ -71,13 +72,9 @@ def test_a_file_without_a_token_is_named(tmp_path, content):
 def places(tmp_path):
     """An environment whose state folder is empty, and a server over a folder of its own."""
     folder = tmp_path / "elsewhere"
-    token = ensure_token(folder)
     environment = {"XDG_STATE_HOME": str(tmp_path / "state"), "COLLAGE_DIR": str(tmp_path / "data")}
-    return (
-        environment,
-        LocalServer("http://127.0.0.1:5000", "http://127.0.0.1:5001", str(folder), os.getpid()),
-        token,
-    )
+    server = LocalServer("http://127.0.0.1:5000", "http://127.0.0.1:5001", str(folder), os.getpid())
+    return environment, server, ensure_token(folder)
 
 
 def test_a_server_is_found_with_its_token_while_it_is_announced(places):
@@ -95,19 +92,13 @@ def test_a_server_is_found_with_its_token_while_it_is_announced(places):
     assert list(state.iterdir()) == []
 
 
-def test_its_token_is_for_this_server_alone(places):
+def test_the_first_server_stays_the_one_that_is_found_and_its_token_is_for_it_alone(places):
     environment, server, token = places
     own = ensure_token(data_folder(None, environment))
     with announced(server, environment):
         assert find_token("http://collage.example:5000", environment=environment) is None
         assert find_token("http://127.0.0.1:7420", environment=environment) == own != token
-
-
-def test_the_first_server_stays_the_one_that_is_found(places):
-    environment, server, _ = places
-    other = LocalServer("http://127.0.0.1:6000", "http://127.0.0.1:6001", server.folder, os.getpid())
-    with announced(server, environment):
-        with announced(other, environment) as found:
+        with announced(replace(server, server_url="http://127.0.0.1:6000"), environment) as found:
             assert not found
         assert local_server(environment) == server
 
@@ -115,8 +106,7 @@ def test_the_first_server_stays_the_one_that_is_found(places):
 def test_a_server_that_is_gone_is_not_found(places):
     environment, server, _ = places
     done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    gone = LocalServer(server.server_url, server.dashboard_url, server.folder, int(done.stdout))
-    with announced(gone, environment):
+    with announced(replace(server, process_id=int(done.stdout)), environment):
         assert local_server(environment) is None
         with announced(server, environment) as found:
             assert found
@@ -127,16 +117,11 @@ def test_a_server_that_is_gone_is_not_found(places):
 
 
 @pytest.mark.parametrize(
-    ("host", "address"),
-    [
-        ("127.0.0.1", "http://127.0.0.1:7421"),
-        ("localhost", "http://localhost:7421"),
-        ("::1", "http://[::1]:7421"),
-        ("[::1]", "http://[::1]:7421"),
-    ],
+    ("host", "written"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "localhost"), ("::1", "[::1]"), ("[::1]", "[::1]")],
 )
-def test_an_ipv6_address_stands_in_brackets(host, address):
-    assert web_address(host, 7421) == address
+def test_an_ipv6_address_stands_in_brackets(host, written):
+    assert web_address(host, 7421) == f"http://{written}:7421"
 
 
 def test_a_port_that_is_taken_is_named_with_the_option_to_change(tmp_path):

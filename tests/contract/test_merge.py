@@ -90,20 +90,15 @@ def test_rules_by_hand():
 
 
 def test_not_reported_stays_so_and_takes_no_part():
-    merged = merge_steps([{"lost": np.array([np.nan, 1.0])}, {}, {"lost": np.array([np.nan, np.nan])}])
-    np.testing.assert_array_equal(merged["lost"], [np.nan, 1.0])
+    """Wherever a part without anything stands."""
+    parts = {}, {"lost": np.array([np.nan, 1.0])}, {}, {"lost": np.array([np.nan, np.nan])}
+    for merged in (merge_steps(parts), merge_shards(parts)):
+        np.testing.assert_array_equal(merged["lost"], [np.nan, 1.0])
 
 
-def test_a_part_without_anything_may_come_first():
-    np.testing.assert_array_equal(merge_shards([{}, {"lost": np.array([1.0, 2.0])}])["lost"], [1.0, 2.0])
-
-
-def variances(aa, bb, ab):
-    return {
-        "variance_numerator/edq_ratio": np.array([aa]),
-        "variance_denominator/edq_ratio": np.array([bb]),
-        "covariance/edq_ratio": np.array([ab]),
-    }
+def variances(*numbers):
+    """Of numerator and denominator, and their covariance."""
+    return {key: np.array([number]) for key, number in zip(VARIANCES, numbers, strict=True)}
 
 
 def test_errors_that_persist_over_steps_add_as_standard_deviations():
@@ -116,16 +111,14 @@ def test_errors_that_persist_over_steps_add_as_standard_deviations():
 
 
 def test_over_shards_variances_are_additive_and_the_root_is_made_anew():
+    """Of small ones, and of what rounding made negative, too."""
+    root = "variance_product_root/edq_ratio"
     merged = merge_shards([variances(4.0, 1.0, 2.0), variances(5.0, 3.0, 1.0)])
     assert merged["variance_numerator/edq_ratio"] == 9.0
-    np.testing.assert_allclose(merged["variance_product_root/edq_ratio"], 6.0)
-
-
-def test_the_root_of_small_variances_and_of_what_rounding_made_negative():
-    root = "variance_product_root/edq_ratio"
+    np.testing.assert_allclose(merged[root], 6.0)
     np.testing.assert_allclose(merge_shards([variances(0.25, 0.09, 0.1)])[root], 0.15)
-    assert merge_shards([variances(-1e-20, 9.0, 0.0)])[root] == 0.0
-    assert merge_shards([variances(9.0, -1e-20, 0.0)])[root] == 0.0
+    for negative in ((-1e-20, 9.0, 0.0), (9.0, -1e-20, 0.0)):
+        assert merge_shards([variances(*negative)])[root] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,18 @@
 """Failures are counted within the last seconds, however steadily they come."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from collage_monitor import recent_failures
 from collage_monitor.recent_failures import RecentFailures
 
 
-class Elapsed:
-    """Seconds that move only when told."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def elapsed(monkeypatch):
-    clock = Elapsed()
-    monkeypatch.setattr(recent_failures, "monotonic", clock)
+    """Seconds that move only when told."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(recent_failures, "monotonic", lambda: clock.now)
     return clock
 
 

@@ -3,25 +3,13 @@
 import numpy as np
 import pytest
 
-from collage_monitor import seeds, wire
-from collage_monitor.seeds import SeedValue
+from collage_monitor import wire
+from collage_monitor.seeds import SeedValue, curve_over_seeds, difference, mean_over_seeds
 from collage_monitor.statistics.intervals import student_quantile
 from tests.reference import seeds as reference
 
 LOSSES = [2.431, 2.4198, 2.4275, 2.442, 2.4111]
 OTHERS = [2.5188, 2.497, 2.5302]
-
-
-def mean_over_seeds(values):
-    return seeds.mean_over_seeds(values)
-
-
-def difference(own, others):
-    return seeds.difference(own, others)
-
-
-def curve_over_seeds(curves):
-    return seeds.curve_over_seeds(curves)
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 7, 12, 30, 200])

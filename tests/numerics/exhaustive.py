@@ -10,7 +10,6 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from collage_optim.numerics import fast_two_sum, two_sum, ulp
@@ -77,23 +76,14 @@ def count_all(name: str, rows: int | None) -> Count:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--rows", type=int, help="only the pairs of the first so many numbers with all others")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    rows, failed = parser.parse_args().rows, 0
     torch.set_num_threads(1)
-    results = []
-    for name in arguments.dtypes:
-        results.append(count_all(name, arguments.rows))
-        sys.stdout.write(json.dumps(asdict(results[-1])) + "\n")
+    for name in DTYPES:
+        found = count_all(name, rows)
+        sys.stdout.write(json.dumps(asdict(found)) + "\n")
         sys.stdout.flush()
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1), encoding="utf-8")
-    failed = [
-        result
-        for result in results
-        if result.two_sum_wrong_in_domain or result.fast_two_sum_wrong or result.too_large_errors
-    ]
+        failed += found.two_sum_wrong_in_domain + found.fast_two_sum_wrong + found.too_large_errors
     return 1 if failed else 0
 
 

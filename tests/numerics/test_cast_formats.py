@@ -41,31 +41,24 @@ def copy_of(matrix, name, dtype=torch.float32):
         tile = matrix.abs().amax(1, keepdim=True).double().expand(matrix.shape)
     elif kind.tile:
         high, wide = kind.tile
-        largest = torch.empty(len(matrix), matrix.shape[1] // kind.block, dtype=torch.float64)
-        for row, runs in enumerate(largest):
+        tile = torch.empty(len(matrix), matrix.shape[1] // kind.block, dtype=torch.float64)
+        for row, runs in enumerate(tile):
             for run in range(len(runs)):
                 top, left = row // high * high, run * kind.block // wide * wide
                 runs[run] = matrix[top : top + high, left : left + wide].abs().max()
-        tile = largest
     tensor = matrix.abs().max().double().expand(matrix.numel() // max(kind.block, 16)) if kind.of_tensor else None
     return coded(matrix.reshape(-1).to(dtype), route, tensor=tensor, tile=tile)
 
 
-ROUTES = (
-    *FORMATS,
-    "bf16>fp8_tensor",
-    "bf16>fp8_block128",
-    "bf16>mxfp8",
-    "fp16>bf16",
-    "bf16>nvfp4_2d",
-    "bf16>uint4_group32",
-)
+OVER_BF16 = ("fp8_tensor", "fp8_block128", "mxfp8", "nvfp4_2d", "uint4_group32")
+ROUTES = (*FORMATS, "fp16>bf16", *(f"bf16>{name}" for name in OVER_BF16))
 
 
 def test_the_agent_and_the_contract_name_the_same_formats():
     assert tuple(CAST_FORMATS) == tuple(FORMATS) == casts.FORMATS
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 @pytest.mark.parametrize("name", ROUTES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

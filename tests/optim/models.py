@@ -11,13 +11,18 @@ def parameters(dtype=torch.bfloat16, shapes=SHAPES, seed=1, scale=0.02):
     return [torch.nn.Parameter((torch.randn(shape, generator=generator) * scale).to(dtype)) for shape in shapes]
 
 
+def copies_of(members, dtype=None):
+    """Parameters of the same numbers, in memory of their own."""
+    return [torch.nn.Parameter(member.detach().clone().to(dtype or member.dtype)) for member in members]
+
+
 def give_gradients(*sets, step, scale=1e-2):
     """Give all parameter sets the gradients of one step, drawn from the step's number."""
     generator = torch.Generator().manual_seed(1000 + step)
     for members in zip(*sets, strict=True):
         gradient = torch.randn(members[0].shape, generator=generator) * scale
         for member in members:
-            member.grad = gradient.to(member.device, member.dtype)
+            member.grad = gradient.to(member.device, getattr(member, "grad_dtype", None) or member.dtype)
 
 
 def train(optimizer, members, steps, first=1):
@@ -25,6 +30,12 @@ def train(optimizer, members, steps, first=1):
     for step in range(first, first + steps):
         give_gradients(members, step=step)
         optimizer.step()
+
+
+def train_each(optimizers, steps, first=1):
+    """Step each through the same gradients."""
+    for optimizer in optimizers:
+        train(optimizer, [member for group in optimizer.param_groups for member in group["params"]], steps, first)
 
 
 def tensors_of(optimizer):

@@ -21,51 +21,52 @@ from collage_optim import (
     external_writes,
     strategies,
 )
-from collage_optim.arithmetic import WideArithmetic
 from collage_optim.device_code import CHUNK_ELEMENTS, Recorder, UnsupportedOperation
 from collage_optim.random_numbers import Seeding
-from collage_optim.step_totals import GROUP_ROWS, advance_and_add, groups_of
+from collage_optim.step_totals import GROUP_ROWS, groups_of
 from collage_optim.tensor_step import step_tensors
 from collage_optim.update_rules import AdamRule
 
-from tests.optim.models import assert_same_bits, give_gradients, parameters
+from tests.optim.models import assert_same_bits, give_gradients, parameters, train, train_each
 from tests.optim.triton_apart import only_where_published, run_with_triton
 
 WITH_TRITON = "tests.optim.with_triton"
 
 
-@pytest.mark.slow
-@only_where_published
-@pytest.mark.parametrize(
-    ("seed", "part"), [(0, 8), *(pytest.param(seed, 1, marks=pytest.mark.nightly) for seed in range(1, 11))]
-)
-def test_every_rule_with_every_strategy_has_the_eager_steps_bits(seed, part):
-    """Shapes, alignments, dtypes of weights and gradients, and options are drawn. By day an eighth of the pairs."""
-    assert int(run_with_triton(WITH_TRITON, "law", str(seed), str(part), interpreted=True)) > 80 / part
+def by_day_and_night(part, day, night, night_share=1):
+    """A seed by day, of one in so many pairs of a rule and a strategy; by night so many seeds."""
+    seeds = [(day[0], day[1], ()), *((seed, night_share, pytest.mark.nightly) for seed in night)]
+    return [
+        pytest.param(part, seed, share, marks=marks, id=f"{part}-{seed}-{share}") for seed, share, marks in seeds
+    ]
+
+
+MORE_THAN = {"law": 80, "scaled": 40, "graphs": 30, "totals": 479}
 
 
 @pytest.mark.slow
 @only_where_published
 @pytest.mark.parametrize(
-    ("seed", "part"), [(0, 5), *(pytest.param(seed, 1, marks=pytest.mark.nightly) for seed in range(3))]
+    ("part", "seed", "share"),
+    [
+        *by_day_and_night("law", (0, 8), range(1, 11)),
+        *by_day_and_night("scaled", (0, 5), range(3)),
+        *by_day_and_night("graphs", (0, 5), range(2)),
+        *by_day_and_night("totals", (1, 12), range(6), 6),
+    ],
 )
-def test_steps_counted_on_a_device_have_the_bits_of_unscaled_gradients(seed, part):
-    assert int(run_with_triton(WITH_TRITON, "scaled", str(seed), str(part), interpreted=True)) > 40 / part
+def test_rules_with_strategies_as_kernels(part, seed, share):
+    """Each part's law is its docstring in `with_triton`. By night every pair of a rule and a strategy comes up."""
+    found = int(run_with_triton(WITH_TRITON, part, str(seed), str(share), interpreted=True))
+    assert found > MORE_THAN[part] / share
 
 
 @pytest.mark.slow
 @only_where_published
-@pytest.mark.parametrize(
-    ("seed", "part"), [(0, 5), *(pytest.param(seed, 1, marks=pytest.mark.nightly) for seed in range(2))]
-)
-def test_replays_of_a_graph_have_the_bits_of_eager_steps(seed, part):
-    assert int(run_with_triton(WITH_TRITON, "graphs", str(seed), str(part), interpreted=True)) > 30 / part
-
-
-@pytest.mark.slow
-@only_where_published
-def test_a_graph_takes_no_first_step():
-    run_with_triton(WITH_TRITON, "first_in_a_graph", interpreted=True)
+@pytest.mark.parametrize("part", ["first_in_a_graph", "operations", "not_finite", "levels"])
+def test_kernels(part):
+    """Each part's law is its docstring in `with_triton`."""
+    run_with_triton(WITH_TRITON, part, interpreted=True)
 
 
 class Rooted(AdamRule):
@@ -94,8 +95,7 @@ def test_counters_follow_the_choice_of_the_optimizer_and_not_of_a_checkpoint(mon
     """A step that finds no kernel, as while a CUDA graph is captured, changes nothing."""
     members = parameters()
     saved = CollageAdamW(members, compiled=False)
-    give_gradients(members, step=0)
-    saved.step()
+    train(saved, members, 1)
     fused = CollageAdamW(members, fused=True)
     assert fused._step_supports_amp_scaling
     assert not saved._step_supports_amp_scaling
@@ -109,37 +109,6 @@ def test_counters_follow_the_choice_of_the_optimizer_and_not_of_a_checkpoint(mon
     assert all(fused.state[member]["step"] == 1 for member in members)
 
 
-@pytest.mark.slow
-@only_where_published
-def test_each_operation_has_torchs_bits():
-    run_with_triton(WITH_TRITON, "operations", interpreted=True)
-
-
-@pytest.mark.slow
-@only_where_published
-def test_numbers_that_are_not_finite_stay_where_they_are():
-    run_with_triton(WITH_TRITON, "not_finite", interpreted=True)
-
-
-@pytest.mark.slow
-@only_where_published
-@pytest.mark.parametrize(
-    ("seed", "part"), [(1, 12), *(pytest.param(seed, 6, marks=pytest.mark.nightly) for seed in range(6))]
-)
-def test_kernels_add_up_what_the_agent_measures_of_whole_tensors(seed, part):
-    """Counts to the last, sums within fp64's rounding, and the bits of the step: tails, several chunks, NaN.
-
-    By night every pair of a rule and a strategy comes up.
-    """
-    assert int(run_with_triton(WITH_TRITON, "totals", str(seed), str(part), interpreted=True)) >= 480 / part
-
-
-@pytest.mark.slow
-@only_where_published
-def test_rows_of_sums_are_added_by_tensor_in_two_levels():
-    run_with_triton(WITH_TRITON, "levels", interpreted=True)
-
-
 @pytest.fixture
 def as_on_a_device(monkeypatch):
     """Steps are kernels by default, as on a CUDA device."""
@@ -149,20 +118,6 @@ def as_on_a_device(monkeypatch):
     yield
     compiled.device_step.cache_clear()
     compiled.adds_totals.cache_clear()
-
-
-def stepped(monkeypatch, made, **options):
-    """An optimizer whose steps are what `made` makes of their form, and one that steps eagerly, after the same."""
-    monkeypatch.setattr(compiled, "DeviceStep", made)
-    pairs = []
-    for form in (None, False):
-        members = parameters()
-        pairs.append((members, CollageAdamW(members, strategy="plus", compiled=form, **options)))
-    for step in range(2):
-        for members, optimizer in pairs:
-            give_gradients(members, step=step)
-            optimizer.step()
-    return [optimizer for _, optimizer in pairs]
 
 
 def no_triton(form):
@@ -177,16 +132,32 @@ def wrong(form):
     return launch
 
 
+class Exponential(AdamRule):
+    """A rule with an operation that no kernel is written for."""
+
+    def displacement(self, arithmetic, parameter, gradient, state, scalars):
+        return super().displacement(arithmetic, parameter, gradient, state, scalars).exp_()
+
+
 @pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize(
-    ("made", "reason"),
-    [(no_triton, "No module named 'triton'"), (wrong, "exp_avg_sq differs from the eager step")],
-    ids=["Triton is absent", "a wrong state"],
+    ("made", "rule", "reason"),
+    [
+        (no_triton, AdamRule, "No module named 'triton'"),
+        (wrong, AdamRule, "exp_avg_sq differs from the eager step"),
+        (device_step.DeviceStep, Exponential, "torch's exp of torch.float32"),
+    ],
+    ids=["Triton is absent", "a wrong state", "an operation that no kernel has"],
 )
-def test_without_a_kernel_that_is_right_steps_are_eager_after_one_warning(monkeypatch, made, reason):
+def test_without_a_kernel_that_is_right_steps_are_eager_after_one_warning(monkeypatch, made, rule, reason):
+    monkeypatch.setattr(CollageAdamW, "rule", rule(decoupled=True))
+    monkeypatch.setattr(compiled, "DeviceStep", made)
+    optimizers = [CollageAdamW(parameters(), strategy="plus", compiled=form) for form in (None, False)]
+    asked = optimizers[0].step_totals = StepTotals()
     with pytest.warns(RuntimeWarning, match=f"{reason}; stepping eagerly") as caught:
-        optimizers = stepped(monkeypatch, made)
+        train_each(optimizers, 2)
     assert len(caught) == 1
+    assert asked.found == []
     assert_same_bits(*optimizers)
 
 
@@ -194,17 +165,10 @@ def adds_wrongly(form):
     """A step whose kernel is right until it adds up totals: then they are those of another step."""
 
     def launch(step, members):
-        eager = dataclasses.replace(step, launch=None, asked=None)
-        step_tensors(eager, members)
+        step_tensors(dataclasses.replace(step, launch=None, asked=None), members)
         if step.asked is not None:
-            chunk = {name: own.flatten()[:CHUNK_ELEMENTS] for name, own in members[0].state.items() if own.dim()}
-            chunk |= {"parameter": members[0].parameter.detach().flatten()[:CHUNK_ELEMENTS]}
-            chunk |= {"gradient": members[0].gradient.flatten()[:CHUNK_ELEMENTS]}
-            chunk = {name: own.clone() for name, own in chunk.items()}
-            sums = advance_and_add(eager, WideArithmetic(), chunk, step.scalars, step.asked.exact)
-            step.asked.found.append(
-                FoundTotals([members[0].parameter], tuple(sums), torch.stack([*sums.values()])[None])
-            )
+            (first, *_), sums = members, torch.ones(1, 1, dtype=torch.float64)
+            step.asked.found.append(FoundTotals([first.parameter], ("parameter_squared_sum",), sums))
 
     return launch
 
@@ -233,8 +197,7 @@ def test_totals_that_are_not_right_are_not_asked_for(monkeypatch, caplog, made, 
     optimizer = CollageAdamW(members, strategy="plus")
     for step in range(2):
         asked = optimizer.step_totals = StepTotals()
-        give_gradients(members, step=step)
-        optimizer.step()
+        train(optimizer, members, 1, first=step)
         assert asked.found == []
         assert optimizer.step_totals is None
     (record,) = caplog.records
@@ -243,19 +206,8 @@ def test_totals_that_are_not_right_are_not_asked_for(monkeypatch, caplog, made, 
     )
 
 
-@pytest.mark.usefixtures("as_on_a_device")
-def test_without_triton_totals_are_not_added_up(monkeypatch):
-    monkeypatch.setattr(compiled, "DeviceStep", no_triton)
-    members = parameters()
-    optimizer = CollageAdamW(members, strategy="plus")
-    asked = optimizer.step_totals = StepTotals()
-    give_gradients(members, step=0)
-    with pytest.warns(RuntimeWarning, match="stepping eagerly"):
-        optimizer.step()
-    assert asked.found == []
-
-
-def test_a_sum_that_no_kernel_has_is_refused():
+def test_sums_that_no_kernel_has_and_parts_of_tensors_are_refused():
+    """What a kernel would not do as torch does: in a part, elements mix."""
     vector = torch.empty(CHUNK_ELEMENTS, device="meta")
     with Recorder({"parameter": vector}, {}):
         with pytest.raises(UnsupportedOperation, match=r"sum over \[\] of torch.float32"):
@@ -264,6 +216,8 @@ def test_a_sum_that_no_kernel_has_is_refused():
             vector.double().view(32, 32).sum(0)
         with pytest.raises(UnsupportedOperation, match=r"sum over \[\] of \(32, 32\)"):
             vector.double().view(32, 32).sum()
+        with pytest.raises(UnsupportedOperation, match="a part of a tensor"):
+            vector[1:].add_(1.0)
 
 
 def test_each_row_of_sums_is_added_once():
@@ -277,29 +231,6 @@ def test_each_row_of_sums_is_added_once():
         [2 + 2 * GROUP_ROWS, GROUP_ROWS],
     ]
     assert by_tensor.tolist() == [[0, 1], [1, 2], [3, 0], [3, 2]]
-
-
-class Exponential(AdamRule):
-    """A rule with an operation that no kernel is written for."""
-
-    def displacement(self, arithmetic, parameter, gradient, state, scalars):
-        return super().displacement(arithmetic, parameter, gradient, state, scalars).exp_()
-
-
-@pytest.mark.usefixtures("as_on_a_device")
-def test_an_operation_that_is_not_in_the_tables_is_named(monkeypatch):
-    monkeypatch.setattr(CollageAdamW, "rule", Exponential(decoupled=True))
-    with pytest.warns(RuntimeWarning, match="torch's exp of torch.float32; stepping eagerly") as caught:
-        optimizers = stepped(monkeypatch, device_step.DeviceStep)
-    assert len(caught) == 1
-    assert_same_bits(*optimizers)
-
-
-def test_part_of_a_tensor_is_refused():
-    """What a kernel would not do as torch does: elements mix in it."""
-    whole = torch.empty(CHUNK_ELEMENTS, device="meta")
-    with Recorder({"parameter": whole}, {}), pytest.raises(UnsupportedOperation, match="a part of a tensor"):
-        whole[1:].add_(1.0)
 
 
 def given_to_kernels(monkeypatch, optimizer, members=(), steps=1):
@@ -347,11 +278,7 @@ def test_the_host_does_little_for_each_tensor(monkeypatch):
         given_to_kernels(monkeypatch, optimizer, members, steps=4)
         give_gradients(members, step=5)
         calls: list[str] = []
-
-        def noted(frame, event, argument, calls=calls):
-            calls.append(event)
-
-        sys.setprofile(noted)
+        sys.setprofile(lambda frame, event, argument, calls=calls: calls.append(event))
         try:
             optimizer.step()
         finally:
@@ -386,10 +313,8 @@ def test_tensors_in_blocks_are_not_stepped_together_without_random_bits_either(m
     blocks = StorageStrategy("blocks", StateStorage.SINGLE, StateStorage.BLOCKS, StateStorage.BLOCKS)
     monkeypatch.setitem(strategies._ADDED, "blocks", blocks)
     together, alone = parameters(), parameters()
-    optimizers = [CollageAdamW(together, strategy="blocks")]
-    optimizers += [CollageAdamW([member], strategy="blocks") for member in alone]
     give_gradients(together, alone, step=0)
-    for optimizer in optimizers:
-        optimizer.step()
+    for members in (together, *([member] for member in alone)):
+        CollageAdamW(members, strategy="blocks").step()
     for one, other in zip(together, alone, strict=True):
         assert torch.equal(one, other)

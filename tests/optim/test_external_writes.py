@@ -13,7 +13,7 @@ from collage_optim.range_guards import DeferredReads
 from torch.optim.swa_utils import AveragedModel
 
 from tests.agent.test_no_synchronisation import Listening
-from tests.optim.models import assert_same_bits, give_gradients, parameters, train
+from tests.optim.models import assert_same_bits, copies_of, give_gradients, parameters, train, train_each
 
 KEEPING = [name for name, strategy in STRATEGIES.items() if strategy.parameter_state is not None]
 BY_STORAGE = pytest.mark.drawn(by=lambda strategy, **others: (STRATEGIES[strategy].parameter, *others.values()))
@@ -62,13 +62,20 @@ def trained(strategy, steps=6, **options):
     return members, optimizer
 
 
-def step_without_moving(optimizer, members, step=99):
+def step_without_moving(optimizer, members):
     """A step of length zero: what is stored afterwards is what the optimizer takes for the weight."""
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
+    optimizer.param_groups[0]["lr"] = 0.0
     # What a swap exchanges loses its gradient.
-    give_gradients(members, step=step)
-    optimizer.step()
+    train(optimizer, members, 1, first=99)
+
+
+def written_to(members, write):
+    """The weights before and after that each is written to."""
+    before = copies_of(members)
+    with torch.no_grad():
+        for member in members:
+            write(member)
+    return before, copies_of(members)
 
 
 def said(caplog):
@@ -78,7 +85,7 @@ def said(caplog):
 def assert_adopted(optimizer, members, before, written):
     """What is stored is what was written, to the bit; an element that by chance was as before may keep its rest."""
     for member, old, value in zip(members, before, written, strict=True):
-        assert torch.equal(member.detach(), value)
+        assert torch.equal(member, value)
         stored = optimizer.stored_parameter(member)
         assert torch.equal(stored.float().to(value.dtype), value)
         changed = old != value
@@ -91,11 +98,7 @@ def assert_adopted(optimizer, members, before, written):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_write_survives_and_what_was_kept_beside_the_old_weight_goes(strategy, write, caplog):
     members, optimizer = trained(strategy)
-    before = [member.detach().clone() for member in members]
-    with torch.no_grad():
-        for member in members:
-            WRITES[write](member)
-    written = [member.detach().clone() for member in members]
+    before, written = written_to(members, WRITES[write])
     with caplog.at_level(logging.WARNING, logger="collage_optim"):
         step_without_moving(optimizer, members)
         assert_adopted(optimizer, members, before, written)
@@ -112,12 +115,11 @@ def test_the_same_memory_read_in_another_order_is_a_write(strategy):
     members = parameters(shapes=((130, 130),))
     optimizer = CollageAdamW(members, lr=1e-3, strategy=strategy, seed=5)
     train(optimizer, members, 6)
-    before = [member.detach().clone() for member in members]
-    for member in members:
-        member.data = member.data.t()
-    written = [member.detach().clone() for member in members]
+    (before,) = copies_of(members)
+    members[0].data = members[0].data.t()
+    (written,) = copies_of(members)
     step_without_moving(optimizer, members)
-    assert_adopted(optimizer, members, before, written)
+    assert_adopted(optimizer, members, [before], [written])
     assert optimizer.external_writes == 1
 
 
@@ -135,33 +137,28 @@ def test_a_step_that_fails_is_followed_by_one_that_looks_again():
     assert optimizer.external_writes == 1
 
 
-def averaged(members):
-    """Exponential averages, kept by torch's own `AveragedModel`."""
-    model = torch.nn.ParameterList(members)
-    return model, AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-
-
-def by_copy(members, values):
+def by_copy(member, value):
     with torch.no_grad():
-        for member, value in zip(members, values, strict=True):
-            member.copy_(value)
+        member.copy_(value)
 
 
-def by_data(members, values):
+def by_data(member, value):
+    member.data.copy_(value)
+
+
+def by_rebinding(member, value):
+    member.data = value.detach().clone(memory_format=torch.preserve_format)
+
+
+def by_swapping(member, value):
+    gradient, member.grad = member.grad, None
+    torch.utils.swap_tensors(member, torch.nn.Parameter(value.detach().clone()))
+    member.grad = gradient
+
+
+def exchanged(members, values, exchange=by_copy):
     for member, value in zip(members, values, strict=True):
-        member.data.copy_(value)
-
-
-def by_rebinding(members, values):
-    for member, value in zip(members, values, strict=True):
-        member.data = value.clone(memory_format=torch.preserve_format)
-
-
-def by_swapping(members, values):
-    for member, value in zip(members, values, strict=True):
-        gradient, member.grad = member.grad, None
-        torch.utils.swap_tensors(member, torch.nn.Parameter(value.clone()))
-        member.grad = gradient
+        exchange(member, value)
 
 
 @pytest.mark.parametrize(
@@ -174,16 +171,17 @@ def test_swapping_an_average_in_and_out_leaves_no_trace(strategy, arithmetic, ex
     if arithmetic == "storage" and STRATEGIES[strategy].is_coded:
         arithmetic = "fp32"
     (members, optimizer), (others, undisturbed) = (trained(strategy, 0, arithmetic=arithmetic) for _ in range(2))
-    model, average = averaged(members)
+    model = torch.nn.ParameterList(members)
+    average = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     for step in range(1, 13):
         give_gradients(members, others, step=step)
         optimizer.step()
         undisturbed.step()
         average.update_parameters(model)
         if step % 3 == 0:
-            backup = [member.detach().clone() for member in members]
-            exchange(members, [value.detach().to(torch.bfloat16) for value in average.module])
-            exchange(members, backup)
+            backup = copies_of(members)
+            exchanged(members, copies_of(average.module, torch.bfloat16), exchange)
+            exchanged(members, backup, exchange)
     assert_same_bits(optimizer, undisturbed)
     assert optimizer.external_writes == 0
     assert said(caplog) == []
@@ -195,17 +193,11 @@ def test_weights_that_are_masked_at_every_step_keep_the_residuals_of_the_others(
     """From the second mask on, elements are compared with what the step left."""
     members, optimizer = trained(strategy, 0)
     masks = [other(member) > 0.01 for member in members]
-
-    def mask():
-        with torch.no_grad():
-            for member, own in zip(members, masks, strict=True):
-                member.masked_fill_(own, 0)
-
     for step in range(1, 7):
-        give_gradients(members, step=step)
-        optimizer.step()
+        train(optimizer, members, 1, first=step)
         before = [optimizer.stored_parameter(member) for member in members]
-        mask()
+        for member, own in zip(members, masks, strict=True):
+            member.detach().masked_fill_(own, 0)
     step_without_moving(optimizer, members)
     for member, own, stored in zip(members, masks, before, strict=True):
         expected = stored.masked_fill(own, 0)
@@ -281,10 +273,8 @@ def test_raise_names_the_weight_before_anything_moves(strategy):
         members[1].mul_(0.5)
     with pytest.raises(RuntimeError, match=r"wrote to parameter 1 of group 0 of shape \(7,\) since the last step"):
         optimizer.step()
-    after = optimizer.state_dict()
-    for number, state in before["state"].items():
-        for key, value in state.items():
-            assert torch.equal(after["state"][number][key], value)
+    for number, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, before["state"][number][key]) for key, value in state.items())
     with pytest.raises(ValueError, match="Invalid on_external_write: 'ignore'; use one of adopt, raise"):
         CollageAdamW(parameters(), on_external_write="ignore")
 
@@ -295,25 +285,22 @@ def test_raise_names_the_weight_before_anything_moves(strategy):
 def test_a_checkpoint_is_no_write(strategy, order, caplog):
     """Loaded in either order, or into the tensors themselves, as torch.distributed.checkpoint does."""
     members, optimizer = trained(strategy, 4)
-    weights, states = [member.detach().clone() for member in members], copy.deepcopy(optimizer.state_dict())
+    weights, states = copies_of(members), copy.deepcopy(optimizer.state_dict())
     train(optimizer, members, 3, first=5)
-    expected = [member.detach().clone() for member in members]
+    expected = copies_of(members)
+    if order == "states first":
+        optimizer.load_state_dict(states)
+    exchanged(members, weights)
     if order == "weights first":
-        by_copy(members, weights)
         optimizer.load_state_dict(states)
-    elif order == "states first":
-        optimizer.load_state_dict(states)
-        by_copy(members, weights)
-    else:
-        by_copy(members, weights)
+    if order == "in place":
         for own, saved in zip(optimizer.state.values(), states["state"].values(), strict=True):
             for key, value in saved.items():
                 own[key].copy_(value)
     train(optimizer, members, 3, first=5)
     assert optimizer.external_writes == 0
     assert said(caplog) == []
-    for member, value in zip(members, expected, strict=True):
-        assert torch.equal(member.detach(), value)
+    assert all(map(torch.equal, members, expected))
 
 
 def test_a_resumed_head_made_anew_before_the_first_step_is_adopted():
@@ -334,9 +321,7 @@ def test_copies_and_frozen_weights(strategy):
     members[0].grad = None
     with torch.no_grad():
         members[0].zero_()
-    for step in (7, 8):
-        give_gradients(members[1:], step=step)
-        optimizer.step()
+    train(optimizer, members[1:], 2, first=7)
     assert optimizer.external_writes == 0
     duplicate = copy.deepcopy(optimizer)
     for own in (optimizer, duplicate):
@@ -398,11 +383,7 @@ class TestDevices:
         members, optimizer = trained(strategy)
         self.read()
         assert optimizer.external_writes == 0
-        before = [member.detach().clone() for member in members]
-        with torch.no_grad():
-            for member in members:
-                WRITES[write](member)
-        written = [member.detach().clone() for member in members]
+        before, written = written_to(members, WRITES[write])
         with Listening() as listening:
             step_without_moving(optimizer, members)
         assert {tuple(tensor.shape) for tensor in listening.read} <= {()}
@@ -427,14 +408,10 @@ class TestDevices:
     @BY_STORAGE
     @pytest.mark.parametrize("strategy", KEEPING)
     def test_swap_and_restore(self, strategy):
-        (members, optimizer), (others, undisturbed) = trained(strategy), trained(strategy)
-        backup = [member.detach().clone() for member in members]
-        with torch.no_grad():
-            for member in members:
-                member.zero_()
-        by_copy(members, backup)
-        for own, its in ((optimizer, members), (undisturbed, others)):
-            train(own, its, 3)
+        (members, optimizer), (_, undisturbed) = trained(strategy), trained(strategy)
+        backup, _ = written_to(members, WRITES["zero_()"])
+        exchanged(members, backup)
+        train_each((optimizer, undisturbed), 3)
         assert_same_bits(optimizer, undisturbed)
         self.read()
         assert optimizer.external_writes == 0

@@ -1,11 +1,14 @@
 """Values kept as integers: all bits of fp32, 24 of them, 16-bit roots, 8-bit blocks, read by their definitions."""
 
+import copy
+
 import pytest
 import torch
 from collage_optim import CollageAdamW, StateStorage, StorageStrategy, integer_codes
 from collage_optim.arithmetic import WideArithmetic
 from collage_optim.random_numbers import RandomBits, Seeding
 
+from tests.optim.models import copies_of
 from tests.reference.stored import reference_value
 
 WIDE = WideArithmetic()
@@ -216,6 +219,28 @@ def test_a_tie_that_the_visible_weight_rounded_to_even_loses_one_bit():
     integer_codes.store_low(master, visible, low)
     found = integer_codes.stored_value({"parameter_low": low}, "parameter", visible)
     assert (found - master.double()).tolist() == [-(2.0**-23), 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("seed", "scale"), [(31, 0.05), (2, 1.0), (5, 3e-4)])
+@pytest.mark.parametrize("source", ["master-weights", "split-master"])
+def test_a_conversion_to_24_bits_takes_the_nearest_beside_the_visible_weight(source, seed, scale):
+    torch.manual_seed(seed)
+    weight = torch.nn.Parameter((torch.randn(50_000) * scale).bfloat16())
+    optimizer = CollageAdamW([weight], lr=3e-3 * scale, strategy=source)
+    for _ in range(6):
+        weight.grad = torch.randn(weight.shape).bfloat16()
+        optimizer.step()
+    (other,) = copies_of([weight])
+    target = CollageAdamW([other], strategy="split-24bit-8bit")
+    target.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(other, weight)
+    low = target.state[other]["parameter_low"].to(torch.int32)
+    bits = optimizer.stored_parameter(weight).float().view(torch.int32)
+    wanted = ((bits - (other.detach().view(torch.int16).to(torch.int32) << 16)) / 256).round()
+    # At a tie of its own, either neighbour is nearest.
+    assert ((low == wanted.clamp(-128, 127)) | ((bits & 0xFF) == 0x80)).all()
+    assert ((wanted - low).abs() <= 1).all()
+    assert 0.0005 < float((wanted > 127).double().mean()) < 0.004
 
 
 @pytest.mark.parametrize("dropped", [8, 16])

@@ -1,19 +1,22 @@
 """The optimizer as users meet it: construction, groups, schedulers, closures, hooks and errors, as in torch."""
 
+import importlib
+
 import pytest
 import torch
 from collage_optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD
 
+from tests.forking import TORCH, run_forked
 from tests.optim.models import assert_same_bits, give_gradients, parameters, train
 
 BAD_OPTIONS = [
     ({"lr": float("nan")}, "Invalid learning rate: nan"),
     ({"strategy": "heavy"}, "Invalid strategy: 'heavy'; use one of plain"),
     ({"arithmetic": "fp8"}, "Invalid arithmetic: 'fp8'; use one of fp32, storage"),
-    ({"foreach": True}, "foreach=True is not supported"),
-    ({"fused": True}, "fused=True is not supported"),
-    ({"capturable": True}, "capturable=True is not supported"),
-    ({"differentiable": True}, "differentiable=True is not supported"),
+    *(
+        ({form: True}, f"{form}=True is not supported")
+        for form in ("foreach", "fused", "capturable", "differentiable")
+    ),
 ]
 
 
@@ -23,53 +26,46 @@ def test_bad_options_are_named(options, message):
         CollageAdamW(parameters(), **options)
 
 
-SAME_WORDS = [
-    {"lr": -1.0},
-    {"eps": -1.0},
-    {"betas": (1.5, 0.9)},
-    {"betas": (0.9, 1.0)},
-    {"betas": (0.9, -0.1)},
-    {"weight_decay": -1.0},
-    {"lr": torch.tensor([1.0, 2.0])},
-]
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("lr", -1.0), ("eps", -1.0), ("weight_decay", -1.0), ("lr", torch.tensor([1.0, 2.0]))),
+        *(("betas", (1.5, 0.9)), ("betas", (0.9, 1.0)), ("betas", (0.9, -0.1))),
+    ],
+)
+def test_errors_in_the_words_of_torch(name, value):
+    words = []
+    for kind in (torch.optim.AdamW, CollageAdamW):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            kind(parameters(), **{name: value})
+        words.append(str(caught.value))
+    assert words[0] == words[1]
 
 
-@pytest.mark.parametrize("options", SAME_WORDS, ids=str)
-def test_errors_in_the_words_of_torch(options):
-    with pytest.raises(ValueError) as theirs:  # noqa: PT011
-        torch.optim.AdamW(parameters(), **options)
-    with pytest.raises(ValueError) as ours:  # noqa: PT011
-        CollageAdamW(parameters(), **options)
-    assert str(ours.value) == str(theirs.value)
-
-
-def test_unknown_options_are_named():
+def test_torch_options_that_ask_for_nothing_are_accepted_and_unknown_ones_named():
+    CollageAdamW(parameters(), foreach=None, fused=False, capturable=False, differentiable=False)
     with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rate'"):
         CollageAdamW(parameters(), learning_rate=1e-3)  # type: ignore[call-arg]
 
 
-def test_torch_options_that_ask_for_nothing_are_accepted():
-    CollageAdamW(parameters(), foreach=None, fused=False, capturable=False, differentiable=False)
-
-
-def test_empty_and_wrong_parameter_lists():
+def test_wrong_parameters_are_refused():
     with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
         CollageAdamW([])
     with pytest.raises(TypeError, match="iterable of Tensors or dicts"):
         CollageAdamW(torch.zeros(3, requires_grad=True))
     with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
         CollageAdamW([parameters()[0] * 2])
+    with pytest.raises(ValueError, match=r"complex parameters.*view_as_real"):
+        CollageAdamW([torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
+    members = [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
+    with pytest.raises(ValueError, match=r"not torch\.float32: put these parameters into a group of their own"):
+        CollageAdamW(members)
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "plain"])
 def test_fp32_parameters_are_for_plain(strategy):
     with pytest.raises(ValueError, match=f"'{strategy}' is for bfloat16.*torch.float32.*strategy='plain'"):
         CollageAdamW(parameters(torch.float32), strategy=strategy)
-
-
-def test_complex_parameters_are_refused():
-    with pytest.raises(ValueError, match=r"complex parameters.*view_as_real"):
-        CollageAdamW([torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
 
 
 def test_sparse_gradients_are_refused():
@@ -113,12 +109,6 @@ def test_the_default_strategy_is_the_one_that_is_advised_for_the_dtype(kind, dty
     assert (optimizer.stored_parameter(member) < 1).all()
 
 
-def test_a_group_of_bfloat16_and_wider_weights_is_told_to_be_two():
-    members = [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
-    with pytest.raises(ValueError, match=r"not torch\.float32: put these parameters into a group of their own"):
-        CollageAdamW(members)
-
-
 def test_groups_may_differ_in_strategy():
     members, plain = parameters(), parameters(torch.float32, seed=2)
     optimizer = CollageAdamW(members, strategy="plus")
@@ -141,16 +131,13 @@ def test_schedulers_drive_the_learning_rate(scheduler):
     theirs, ours = parameters(), parameters()
     reference = torch.optim.AdamW(theirs, foreach=False)
     optimizer = CollageAdamW(ours, strategy="plain", arithmetic="storage")
-    schedulers = scheduler(reference), scheduler(optimizer)
-    for step in range(8):
-        give_gradients(theirs, ours, step=step)
-        reference.step()
-        optimizer.step()
-        for each in schedulers:
-            each.step()
+    for own, members in ((reference, theirs), (optimizer, ours)):
+        driving = scheduler(own)
+        for step in range(8):
+            train(own, members, 1, first=step)
+            driving.step()
     assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
-    for their, our in zip(theirs, ours, strict=True):
-        assert torch.equal(their, our)
+    assert_same_bits(reference, optimizer)
 
 
 def test_closures_are_evaluated_with_gradients():
@@ -186,21 +173,14 @@ def test_empty_parameters_are_stepped(strategy):
     assert optimizer.stored_parameter(empty).shape == (0, 4)
 
 
-def test_random_numbers_of_the_training_are_left_alone():
-    members = parameters()
-    optimizer = CollageAdamW(members)
-    give_gradients(members, step=1)
-    before = torch.get_rng_state()
-    optimizer.step()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_parameters_without_gradient_stay():
+def test_parameters_without_gradient_and_the_random_numbers_of_the_training_are_left_alone():
     members = parameters()
     before = members[0].detach().clone()
     optimizer = CollageAdamW(members)
     give_gradients(members[1:], step=1)
+    state = torch.get_rng_state()
     optimizer.step()
+    assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(members[0], before)
     assert members[0] not in optimizer.state
 
@@ -213,8 +193,29 @@ def test_options_by_group():
 
     reference = torch.optim.AdamW(groups(theirs), foreach=False)
     optimizer = CollageAdamW(groups(ours), strategy="plain", arithmetic="storage")
-    for step in range(10):
-        give_gradients(theirs, ours, step=step)
-        reference.step()
-        optimizer.step()
+    train(reference, theirs, 10)
+    train(optimizer, ours, 10)
     assert_same_bits(reference, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "product"),
+    [("collage_agent.optim", "collage_optim"), ("collage_agent.numerics", "collage_optim.numerics")],
+)
+def test_the_agent_offers_the_same_objects_under_its_own_name(name, product):
+    offered, own = importlib.import_module(name), importlib.import_module(product)
+    assert offered.__all__ == own.__all__
+    assert all(getattr(offered, member) is getattr(own, member) for member in own.__all__)
+
+
+LOADED = """
+import sys, collage_optim
+watched = "collage_agent", "collage_monitor", "collage_server", "httpx", "msgspec"
+print(*sorted(name for name in sys.modules if name.partition(".")[0] in watched))
+"""
+
+
+@pytest.mark.slow
+def test_the_optimizers_load_nothing_else_of_the_project():
+    done = run_forked(TORCH, "-c", LOADED)
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr

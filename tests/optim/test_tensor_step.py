@@ -1,22 +1,29 @@
-"""Chunks, layouts and the two arithmetics: what a step does to each element, derived another way."""
+"""Chunks, layouts, scratch and the two arithmetics: what a step does to each element, derived another way."""
 
+import itertools
+import math
+from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from collage_optim import STRATEGIES, CollageAdamW, tensor_step
+from collage_optim.arithmetic import (
+    StorageArithmetic,
+    WideArithmetic,
+    Workspace,
+    release_scratch,
+    shared_workspace,
+)
 from collage_optim.numerics import grow, multiply_expansions, split
+from collage_optim.strategies import LOW_COMPONENT_SUFFIX
+from collage_optim.tensor_step import chunks, longest_chunk
 
-from tests.optim.models import assert_same_bits, give_gradients, parameters, train
+from tests.optim.models import assert_same_bits, give_gradients, parameters, train, train_each
 from tests.reference.stored import reference_value
 
 NEAREST = [name for name, strategy in STRATEGIES.items() if not strategy.stochastic]
-
-
-def stepped(members, steps=3, **options):
-    optimizer = CollageAdamW(members, lr=1e-2, **options)
-    train(optimizer, members, steps)
-    return optimizer
 
 
 @pytest.mark.parametrize("strategy", NEAREST)
@@ -24,11 +31,8 @@ def test_memory_layout_does_not_show(strategy):
     """Channels-last parameters with contiguous gradients end with the same values."""
     (plain,) = parameters(shapes=((4, 3, 5, 5),))
     strided = torch.nn.Parameter(plain.detach().clone().to(memory_format=torch.channels_last))
-    first, second = CollageAdamW([plain], strategy=strategy), CollageAdamW([strided], strategy=strategy)
-    for step in range(3):
-        give_gradients([plain], [strided], step=step)
-        first.step()
-        second.step()
+    first, second = (CollageAdamW([member], strategy=strategy) for member in (plain, strided))
+    train_each((first, second), 3)
     assert strided.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(first.stored_parameter(plain), second.stored_parameter(strided))
 
@@ -49,10 +53,8 @@ def test_stored_parameter_of_each_strategy():
         assert stored.dtype == torch.float64
         assert stored.shape == member.shape
         assert torch.equal(stored, expected)
-        if strategy == "light-stochastic":
-            continue
         # Bits below a weight are split at a tie away from zero, pairs and masters at the even neighbour.
-        if not STRATEGIES[strategy].is_coded:
+        if strategy != "light-stochastic" and not STRATEGIES[strategy].is_coded:
             assert torch.equal(stored.to(torch.float32).bfloat16(), member.detach())
 
 
@@ -89,7 +91,7 @@ def test_plus_in_storage_arithmetic_is_the_published_algorithm():
 def test_wide_arithmetic_splits_once():
     """The pair after an fp32 step is the split of one fp32 number: high part nearest, sum within 2**-17."""
     (member,) = parameters(shapes=((1000,),))
-    optimizer = stepped([member], strategy="plus")
+    train(optimizer := CollageAdamW([member], lr=1e-2, strategy="plus"), [member], 3)
     low = optimizer.state[member]["parameter_low"]
     joined = member.detach().float() + low.float()
     assert torch.equal(joined.bfloat16(), member.detach())
@@ -114,9 +116,93 @@ def test_not_a_number_stays_where_it_is():
 )
 def test_another_length_of_chunks_gives_the_same_bits(strategy, arithmetic, monkeypatch):
     """Random numbers and blocks go by element, not by chunk."""
-    sets = parameters(shapes=((5000,), (37, 53))), parameters(shapes=((5000,), (37, 53)))
+    sets = [parameters(shapes=((5000,), (37, 53))) for _ in range(2)]
     optimizers = [CollageAdamW(members, strategy=strategy, arithmetic=arithmetic, seed=3) for members in sets]
-    train(optimizers[0], sets[0], 3)
+    train_each(optimizers[:1], 3)
     monkeypatch.setattr(tensor_step, "_CPU_CHUNK_ELEMENTS", 700)
-    train(optimizers[1], sets[1], 3)
+    train_each(optimizers[1:], 3)
     assert_same_bits(*optimizers)
+
+
+def workspace(elements, dtype=torch.float32):
+    return Workspace(elements, dtype, torch.device("cpu"))
+
+
+def test_square_root_is_correctly_rounded():
+    """x lies between the squares of the midpoints to the root's two neighbours, in exact rationals."""
+    generator = torch.Generator().manual_seed(1)
+    scale = torch.exp2(torch.randint(-126, 126, (3000,), generator=generator).float())
+    x = torch.rand(3000, generator=generator) * scale
+    root = WideArithmetic(workspace(3000)).square_root(x)
+    below = torch.nextafter(root, torch.zeros(()))
+    above = torch.nextafter(root, torch.full((), math.inf))
+    rows = zip(*(part.tolist() for part in (x, below, root, above)), strict=True)
+    for value, lower, found, upper in rows:
+        low = (Fraction(lower) + Fraction(found)) / 2
+        high = (Fraction(found) + Fraction(upper)) / 2
+        assert low * low <= Fraction(value) <= high * high
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_roots_with_and_without_scratch_agree(dtype):
+    hard = torch.tensor([0.0, -0.0, 1e-45, math.inf, math.nan, -1.0], dtype=dtype)
+    x = torch.cat([torch.rand(5000, dtype=dtype), hard])
+    roots = [WideArithmetic(space, dtype).square_root(x) for space in (None, workspace(x.numel(), dtype))]
+    with numpy.errstate(invalid="ignore"):
+        expected = torch.from_numpy(numpy.sqrt(x.numpy()))
+    torch.testing.assert_close(roots[0], expected, rtol=2.0**-52, atol=0, equal_nan=True)
+    torch.testing.assert_close(roots[1], expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_of_two_pairs_the_larger_is_kept_whole():
+    pairs = [(1.0, 0.0), (2.0, 0.0), (1.0, 2.0**-10), (1.0, -(2.0**-10)), (2.0, -(2.0**-9))]
+    drawn = list(itertools.product(pairs, repeat=2))
+    state = {}
+    for name, own in zip(("most", "now"), zip(*drawn, strict=True), strict=True):
+        for key, values in zip((name, name + LOW_COMPONENT_SUFFIX), zip(*own, strict=True), strict=True):
+            state[key] = torch.tensor(values, dtype=torch.bfloat16)
+    StorageArithmetic().keep_maximum(state, "most", "now")
+    kept = zip(state["most"].tolist(), state["most" + LOW_COMPONENT_SUFFIX].tolist(), strict=True)
+    assert list(kept) == [max(both) for both in drawn]
+
+
+@pytest.mark.parametrize("decay", [0.999, 0.9])
+def test_a_pair_decays_by_the_decay_itself(decay):
+    """In bfloat16 0.999 is 1."""
+    state = {name: torch.full((1,), value, dtype=torch.bfloat16) for name, value in (("v", 1.0), ("v_low", 0.0))}
+    StorageArithmetic().average(state, "v", decay, torch.zeros(1, dtype=torch.bfloat16))
+    assert float(state["v"].double() + state["v_low"].double()) == pytest.approx(decay, rel=2.0**-15)
+
+
+def test_scratch_is_handed_out_in_turn_and_again():
+    space = workspace(8)
+    first, second = space.take(), space.take()
+    assert first.shape == second.shape == (8,)
+    assert first.data_ptr() != second.data_ptr()
+    space.give_back(second)
+    assert space.take().data_ptr() == second.data_ptr()
+    space.restart(3)
+    again = space.take()
+    assert again.shape == (3,)
+    assert again.data_ptr() == first.data_ptr()
+
+
+@pytest.mark.parametrize("elements", [0, 1, 150, 151, 1000, 1049])
+def test_chunks_are_nearly_equal_and_none_is_too_long(elements):
+    vector = torch.arange(elements)
+    found = [chunk["parameter"] for chunk in chunks({"parameter": vector}, 100)]
+    assert torch.equal(torch.cat([vector[:0], *found]), vector)
+    assert all(0 < part.numel() <= 150 for part in found)
+
+
+def test_optimizers_share_their_scratch():
+    """An optimizer for each parameter, as in training that steps in the backward pass, is no reason for more."""
+    device = torch.device("cpu")
+    release_scratch()
+    before = shared_workspace(device, torch.float32, longest_chunk(device))
+    members = parameters()
+    for member in members:
+        train(CollageAdamW([member]), [member], 1)
+    assert shared_workspace(device, torch.float32, longest_chunk(device)) is before
+    release_scratch()
+    assert shared_workspace(device, torch.float32, longest_chunk(device)) is not before

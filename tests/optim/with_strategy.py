@@ -15,14 +15,10 @@ from tests.agent.training import gpt_loss, small_gpt, train
 from tests.audit.checkpoints import saved, trained
 from tests.optim.models import assert_same_bits
 from tests.reference.adamw import ReferenceAdamW
-from tests.reference.streams import STREAMS
+from tests.reference.streams import noisy_gradients, start_of
 
 NAME = "stochastic-plus"
 ELEMENTS, STEPS = 4096, 200
-
-
-def made(members, name=NAME):
-    return CollageAdamW(members, lr=1e-4, strategy=name)
 
 
 def run():
@@ -34,14 +30,17 @@ def run():
     is_audited()
 
 
+def made(members, name=NAME):
+    return CollageAdamW(members, lr=1e-4, strategy=name)
+
+
 def follows_fp64():
     """The second moment is right to 14 bits, the weights in the mean, where plain storage loses most of the way."""
-    stream = STREAMS["noisy"]
-    start = stream.start(ELEMENTS)
+    start = start_of(ELEMENTS)
     reference = ReferenceAdamW(start, lr=1e-4, betas=(0.9, 0.999), weight_decay=0.01)
     members = {name: torch.nn.Parameter(start.clone()) for name in (NAME, "plain")}
     optimizers = {name: made([member], name) for name, member in members.items()}
-    for gradient in stream.gradients(ELEMENTS, STEPS):
+    for gradient in noisy_gradients(ELEMENTS, STEPS):
         reference.step(gradient)
         for name, member in members.items():
             member.grad = gradient.clone()

@@ -129,25 +129,36 @@ def drawn_pairs(seed, part, rules=RULES):
             yield draw, rule, kind, {**own, **drawn_options(draw, rule), "strategy": strategy}
 
 
-def law(seed, part="1"):
-    """Every rule with every strategy: the kernel's bits are the eager step's. The seed draws all else."""
-    found = 0
-    for draw, rule, kind, options in drawn_pairs(seed, part):
-        for dtype in drawn_dtypes(draw, options["strategy"]):
-            weights = drawn_weights(draw, dtype)
-            with contextlib.suppress(ValueError):  # Pairs that do not exist, and weights that cannot be kept.
-                kind(like(weights), **options)
-                break
-        else:
-            continue
-        gradients = dtype if dtype == torch.float64 else draw.choice((dtype, torch.float32))
-        make = functools.partial(kind, **options)
-        try:
-            assert_same_bits(*eager_and_kernel(make, weights, 2, gradients))
-        except Exception as error:
-            raise AssertionError(f"{rule}, {options}, {dtype}, gradients in {gradients}") from error
-        found += 1
-    sys.stdout.write(f"{found}\n")
+def of_each_pair(check):
+    """A part: checks each rule with each strategy, and prints how much was. A failure says which it was of."""
+
+    @functools.wraps(check)
+    def part(seed, share="1", rules=RULES):
+        found = 0
+        for draw, rule, kind, options in drawn_pairs(seed, share, rules):
+            try:
+                found += check(draw, kind, options)
+            except Exception as error:
+                raise AssertionError(f"{rule}, {options}") from error
+        sys.stdout.write(f"{found}\n")
+
+    return part
+
+
+@of_each_pair
+def law(draw, kind, options):
+    """Every rule with every strategy: the kernel's bits are the eager step's. The seed draws all else: shapes,
+    alignments, dtypes of weights and gradients, and options."""
+    for dtype in drawn_dtypes(draw, options["strategy"]):
+        weights = drawn_weights(draw, dtype)
+        with contextlib.suppress(ValueError):  # Pairs that do not exist, and weights that cannot be kept.
+            kind(like(weights), **options)
+            break
+    else:
+        return 0
+    gradients = dtype if dtype == torch.float64 else draw.choice((dtype, torch.float32))
+    assert_same_bits(*eager_and_kernel(functools.partial(kind, **options), weights, 2, gradients))
+    return 1
 
 
 def watched_totals(model, optimizer, step_taken):
@@ -221,19 +232,18 @@ def by_kernel(optimizer):
         optimizer.step()
 
 
-def totals(seed, part="1"):
-    """What kernels add up is what the agent measures of whole tensors after eager steps."""
-    found = 0
-    for draw, rule, kind, options in drawn_pairs(seed, part):
-        weights = drawn_weights(draw, torch.bfloat16)
-        weights = [weight for weight in weights if weight.numel() and weight.is_contiguous()]
-        weights.append(torch.nn.Parameter((torch.randn(2_100) * 0.02).bfloat16()))
-        if eager_of(kind, weights, options) is not None:
-            given = gradients_for(draw, weights)
-            seen = totals_beside_the_agents(kind, options, weights, given, (rule, options), by_kernel)
-            assert seen == 2 * len(weights)
-            found += seen
-    sys.stdout.write(f"{found}\n")
+@of_each_pair
+def totals(draw, kind, options):
+    """What kernels add up is what the agent measures of whole tensors after eager steps: counts to the last, sums
+    within fp64's rounding, and the bits of the step; of tails, several chunks, NaN."""
+    weights = drawn_weights(draw, torch.bfloat16)
+    weights = [weight for weight in weights if weight.numel() and weight.is_contiguous()]
+    weights.append(torch.nn.Parameter((torch.randn(2_100) * 0.02).bfloat16()))
+    if eager_of(kind, weights, options) is None:
+        return 0
+    seen = totals_beside_the_agents(kind, options, weights, gradients_for(draw, weights), (), by_kernel)
+    assert seen == 2 * len(weights)
+    return seen
 
 
 def levels():
@@ -277,22 +287,21 @@ def not_finite():
             torch.testing.assert_close(kernel, eager, rtol=0, atol=0, equal_nan=True, msg=strategy)
 
 
-def scaled(seed, part="1"):
+def scaled(seed, share):
     """Steps counted on a device, under a GradScaler that skips one, of rates that are tensors there: the bits of
     eager steps after `unscale_`. A parameter has no gradient at first, so that counters differ, but not with random
     bits: eager steps join small tensors by their counters, which a host does not know here."""
-    found = 0
-    for draw, rule, kind, options in drawn_pairs(seed, part, ("AdamW", "Lion", "momentum", "Nesterov")):
-        weights = drawn_weights(draw, torch.bfloat16)
-        if (eager := eager_of(kind, weights, options)) is not None:
-            with kernels(True):
-                counted = kind(like(weights), **options, lr=torch.tensor(1e-3), fused=True)
-            try:
-                assert_same_after_scaling((eager, counted), draw.choice((torch.bfloat16, torch.float32)))
-            except Exception as error:
-                raise AssertionError(f"{rule}, {options}") from error
-            found += 1
-    sys.stdout.write(f"{found}\n")
+    of_each_pair(same_after_scaling)(seed, share, ("AdamW", "Lion", "momentum", "Nesterov"))
+
+
+def same_after_scaling(draw, kind, options):
+    weights = drawn_weights(draw, torch.bfloat16)
+    if (eager := eager_of(kind, weights, options)) is None:
+        return 0
+    with kernels(True):
+        counted = kind(like(weights), **options, lr=torch.tensor(1e-3), fused=True)
+    assert_same_after_scaling((eager, counted), draw.choice((torch.bfloat16, torch.float32)))
+    return 1
 
 
 def eager_of(kind, weights, options):
@@ -387,21 +396,19 @@ def captured(graph):
             yield
 
 
-def graphs(seed, part="1"):
+def graphs(seed, share):
     """A step that a graph took, and its replays: the bits of as many eager steps, with gradients where they were,
     a rate that is a tensor, and a GradScaler's verdict that skips one."""
-    found = 0
-    for _, rule, kind, options in drawn_pairs(seed, part, ("AdamW", "Lion", "momentum")):
-        weights = [torch.nn.Parameter((torch.randn(size) * 0.02).bfloat16()) for size in (1, 130, 1040)]
-        if (eager := eager_of(kind, weights, options)) is not None:
-            with kernels(True):
-                counted = kind(like(weights), **options, lr=torch.tensor(1e-3), capturable=True)
-                try:
-                    assert_same_from_graph(eager, counted)
-                except Exception as error:
-                    raise AssertionError(f"{rule}, {options}") from error
-            found += 1
-    sys.stdout.write(f"{found}\n")
+    of_each_pair(same_from_graph)(seed, share, ("AdamW", "Lion", "momentum"))
+
+
+def same_from_graph(draw, kind, options):
+    weights = [torch.nn.Parameter((torch.randn(size) * 0.02).bfloat16()) for size in (1, 130, 1040)]
+    if (eager := eager_of(kind, weights, options)) is None:
+        return 0
+    with kernels(True):
+        assert_same_from_graph(eager, kind(like(weights), **options, lr=torch.tensor(1e-3), capturable=True))
+    return 1
 
 
 def assert_same_from_graph(eager, counted):

@@ -66,6 +66,7 @@ def test_error_compensation_keeps_the_end_of_the_path(at_random):
     assert after.tolist() == pytest.approx([before] * 256, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_emulated_coupled_rounding_ends_as_the_optimizer_itself():
     drawn, start = gradients([1], 150)
     rates, decay = rates_and_decay(150, 1)

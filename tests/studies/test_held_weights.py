@@ -81,6 +81,7 @@ def test_zeros_and_what_is_not_finite_have_the_scale_one():
     assert expansion(E5M2, 2)(torch.tensor([1.0, float("inf")]))[0] == 1.0
 
 
+@pytest.mark.slow
 def test_the_agent_sees_what_the_format_takes(tmp_path):
     model = torch.nn.Linear(40, 30)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

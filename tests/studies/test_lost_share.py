@@ -8,14 +8,14 @@ from click.testing import CliRunner
 from collage_demo.recipe import Plan, Recipe
 from collage_studies.catalogue import STUDY_NAMES
 from collage_studies.lost_share import END, START, evidence, main, replace_between_markers
-from collage_studies.study import Record, Trial
+from collage_studies.study import Record
 from collage_studies.summary import records_of
 
 from collage_monitor.alerts import alert
+from tests.studies.records import FP32, PLAIN, training
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "false-alarms.md"
-FP32 = Plan("plain", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +44,18 @@ def test_the_command_writes_between_the_markers(tmp_path, text):
     assert done.exit_code == 0, done.output
     assert done.output == f"{text}\n"
     assert page.read_text() == f"before\n{START}\n{text}\n{END}\nafter\n"
-
-
-def test_a_page_without_markers_is_left_alone():
     with pytest.raises(ValueError, match="unpack"):
-        replace_between_markers("before\nafter\n", "text")
+        replace_between_markers("a page without markers\n", text)
 
 
 def trainings(plan, lost, extra, *, rate, edq=1.0):
     """Three seeds that end above fp32 by `extra`, in nats, and these fp32 runs."""
     return [
-        Record(
-            trial=Trial(name=f"{own.name}, {seed}", plan=own, recipe=Recipe(learning_rate=rate, seed=seed)),
-            versions={},
-            cpu_seconds=1.0,
-            run_id="run",
-            values={"validation_loss": 2.0 + seed + more * (1 + seed / 100)},
+        training(
+            own,
+            seed,
+            recipe=Recipe(learning_rate=rate),
+            loss=2.0 + seed + more * (1 + seed / 100),
             merged={"lost_update_ratio": share, "edq_ratio": arrived, "lost_window_ratio/8": share / 2},
         )
         for own, more, share, arrived in ((FP32, 0.0, 0.0, 1.0), (plan, extra, lost, edq))
@@ -68,12 +64,11 @@ def trainings(plan, lost, extra, *, rate, edq=1.0):
 
 
 def told(*more):
-    plain, stochastic = Plan("plain", "bfloat16"), Plan("stochastic", "bfloat16")
     return evidence(
         {
-            "quality": trainings(plain, 0.3, 0.1, rate=1e-3, edq=0.8),
-            "strategies": trainings(plain, 0.04, 0.0, rate=1e-2),
-            "beta2": trainings(stochastic, 0.6, 0.0, rate=1e-1),
+            "quality": trainings(PLAIN, 0.3, 0.1, rate=1e-3, edq=0.8),
+            "strategies": trainings(PLAIN, 0.04, 0.0, rate=1e-2),
+            "beta2": trainings(Plan("stochastic", "bfloat16"), 0.6, 0.0, rate=1e-1),
             "finetuning": [record for records in more for record in records],
         }
     )
@@ -99,7 +94,7 @@ def test_what_ends_worse_below_the_bound_is_named():
 
 
 def test_what_is_above_the_bound_and_not_shown_to_end_worse_is_named():
-    text = told(trainings(Plan("plain", "bfloat16"), 0.5, 0.0, rate=1e-4))
+    text = told(trainings(PLAIN, 0.5, 0.0, rate=1e-4))
     assert "1 of 2 configurations" in text
     assert "The seeds do not show a higher loss for plain (GPT, rate 0.0001, β₂ 0.999) (gaps of +0.000)." in text
 
@@ -112,7 +107,7 @@ def test_expansions_that_round_at_random_are_not_to_nearest():
 
 def test_a_training_that_two_studies_ran_counts_once():
     """Its seeds would name two runs each, and gaps would not be of pairs. A field of the recipe is younger."""
-    again = msgspec.to_builtins(trainings(Plan("plain", "bfloat16"), 0.3, 0.1, rate=1e-3, edq=0.8))
+    again = msgspec.to_builtins(trainings(PLAIN, 0.3, 0.1, rate=1e-3, edq=0.8))
     for record in again:
         record["trial"]["name"] += ", again"
         del record["trial"]["recipe"]["windows"]

@@ -5,37 +5,26 @@ from dataclasses import replace
 import click
 import pytest
 from click.testing import CliRunner
-from collage_demo.recipe import Plan, Recipe
 from collage_studies.catalogue import STUDY_NAMES, study_named
 from collage_studies.command import study
 from collage_studies.repeats import Repeat, record_file, repeat_section, repeats_of, reseeded, seed_of
-from collage_studies.study import MarkdownTable, Page, Record, Study, Trial
+from collage_studies.study import MarkdownTable, Page, Study
 from collage_studies.trial_records import RecordFile
 
-FP32, PLAIN = Plan("plain", "float32"), Plan("plain", "bfloat16")
-LOSSES = {
-    1: {FP32: 2.0, PLAIN: 2.11},
-    2: {FP32: 2.5, PLAIN: 2.60},
-    3: {FP32: 1.7, PLAIN: 1.79},
-}
+from tests.studies.records import FP32, PLAIN, record_of, training
+
+LOSSES = {1: {FP32: 2.0, PLAIN: 2.11}, 2: {FP32: 2.5, PLAIN: 2.60}, 3: {FP32: 1.7, PLAIN: 1.79}}
 """By seed: losses that differ far more between seeds than between plans."""
 
 
 def trials(quick=False):
-    return [
-        Trial(name=f"{plan.name}, seed {seed}", plan=plan, recipe=Recipe(seed=seed))
-        for seed in LOSSES
-        for plan in (FP32, PLAIN)
-    ]
+    return [training(plan, seed).trial for seed in LOSSES for plan in (FP32, PLAIN)]
 
 
 def study_of(records):
     return Study(
+        **dict.fromkeys(("title", "short", "question", "method"), ""),
         name="losses",
-        title="",
-        short="",
-        question="",
-        method="",
         trials=trials,
         run=lambda trial, reporting: records[0],
         page=lambda records: Page(f"{len(records)} records.", []),
@@ -45,17 +34,9 @@ def study_of(records):
 
 def records_of(wanted, extra=0.0):
     return [
-        Record(
-            trial=trial,
-            versions={},
-            cpu_seconds=1.0,
-            run_id=trial.name,
-            values={
-                "validation_loss": LOSSES[(trial.recipe.seed - 1) % 100 + 1][trial.plan]
-                + extra * (trial.plan == PLAIN)
-            },
-        )
+        record_of(trial, values={"validation_loss": LOSSES[(seed_of(trial) - 1) % 100 + 1][trial.plan] + more})
         for trial in wanted
+        for more in [extra * (trial.plan == PLAIN)]
     ]
 
 
@@ -102,19 +83,14 @@ def test_a_repeat_is_found_when_it_is_whole(tmp_path):
     assert RecordFile(tmp_path / "data" / "losses.jsonl").of(trials()) == []
 
 
-def test_gaps_to_fp32_are_compared_not_losses(tmp_path):
-    first, again = records_of(trials()), records_of(reseeded(trials(), 101), extra=0.002)
-    said, answer = repeat_section(study_of(first), first, Repeat(tmp_path / "losses-seed-101.jsonl", again))
+@pytest.mark.parametrize(("extra", "agrees"), [(0.002, True), (0.2, False)])
+def test_gaps_to_fp32_are_compared_not_losses(tmp_path, extra, agrees):
+    first, again = records_of(trials()), records_of(reseeded(trials(), 101), extra=extra)
+    said, *more = repeat_section(study_of(first), first, Repeat(tmp_path / "losses-seed-101.jsonl", again))
     assert isinstance(said, str)
     assert "seeds 101, 102 and 103" in said
-    assert "The repeat agrees: 1 of 1 means differ from the first run's by no more than" in said
-    assert answer == "**The repeat's answer.** 6 records."
-
-
-def test_a_repeat_that_says_something_else_is_told(tmp_path):
-    first, again = records_of(trials()), records_of(reseeded(trials(), 101), extra=0.2)
-    said, _, outside = repeat_section(study_of(first), first, Repeat(tmp_path / "losses-seed-101.jsonl", again))
-    assert isinstance(said, str)
-    assert isinstance(outside, MarkdownTable)
-    assert "The repeat does not agree: 0 of 1 means differ from the first run's by no more than" in said
-    assert [row[:2] for row in outside.rows] == [["plain bfloat16", "gap of validation_loss to fp32"]]
+    verdict = "agrees: 1 of 1" if agrees else "does not agree: 0 of 1"
+    assert f"The repeat {verdict} means differ from the first run's by no more than" in said
+    assert more[0] == "**The repeat's answer.** 6 records."
+    outside = [[row[:2] for row in table.rows] for table in more if isinstance(table, MarkdownTable)]
+    assert outside == ([] if agrees else [[["plain bfloat16", "gap of validation_loss to fp32"]]])

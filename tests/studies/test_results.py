@@ -1,16 +1,9 @@
 """What gaps show, in words: only an interval without 0 makes a strategy worse or better."""
 
-from collage_demo.recipe import Plan, Recipe
 from collage_studies.results import gaps_in_words, mean_curve
-from collage_studies.study import Curve, Record, Trial
 
 from collage_monitor.seeds import Estimate
-
-
-def record(**curve):
-    trial = Trial(name="t", plan=Plan("plain", "bfloat16"), recipe=Recipe())
-    found = {"edq_ratio": Curve(**curve)}
-    return Record(trial=trial, versions={}, cpu_seconds=0.0, run_id="r", curves=found)
+from tests.studies.records import PLAIN, training
 
 
 def test_words_follow_the_intervals():
@@ -36,6 +29,6 @@ def test_an_interval_that_ends_at_0_shows_nothing():
 
 
 def test_a_mean_curve_leaves_undefined_points_out():
-    runs = [record(steps=[1, 2, 3], values=[1.0, None, None]), record(steps=[1, 2, 3], values=[3.0, 5.0, None])]
+    runs = [training(PLAIN, curves={"edq_ratio": values}) for values in ([1.0, None, None], [3.0, 5.0, None])]
     points = mean_curve(runs, "edq_ratio")
-    assert (points.x, points.y) == ([1, 2], [2.0, 5.0])
+    assert (points.x, points.y) == ([10, 20], [2.0, 5.0])

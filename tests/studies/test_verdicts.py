@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-import msgspec
-from collage_demo.recipe import Plan, Recipe
+import pytest
 from collage_studies.results import stays_below_from
 from collage_studies.studies import (
     beta2,
@@ -16,22 +15,9 @@ from collage_studies.studies import (
     quality,
     strategies,
 )
-from collage_studies.study import Curve, MarkdownTable, Record, Trial
+from collage_studies.study import MarkdownTable, Trial
 
-FP32, PLAIN, LIGHT = Plan("plain", "float32"), Plan("plain", "bfloat16"), Plan("light", "bfloat16")
-RECIPE = Recipe(steps=30)
-
-
-def training(plan, seed, *, recipe=RECIPE, values=None, merged=None, curves=None):
-    return Record(
-        trial=Trial(name=f"{plan.name}, {seed}", plan=plan, recipe=replace(recipe, seed=seed)),
-        versions={},
-        cpu_seconds=1.0,
-        run_id="run",
-        values=values or {},
-        merged=merged or {},
-        curves={name: Curve([10, 20, 30], points) for name, points in (curves or {}).items()},
-    )
+from tests.studies.records import FP32, LIGHT, PLAIN, RECIPE, record_of, training
 
 
 def test_onset_is_the_first_step_of_the_end_below_the_bound():
@@ -41,94 +27,84 @@ def test_onset_is_the_first_step_of_the_end_below_the_bound():
     assert stays_below_from([1, 2], [None, None], 0.95) is None
 
 
-def by_type(*, norm):
-    found = {"Embedding": 0.95, "Linear": 0.97}
+def by_type(*norms):
+    """Trainings whose LayerNorm layers have these EDQ, by seed."""
     return [
-        training(PLAIN, seed, curves={f"edq_ratio@{name}": [value] * 3 for name, value in {**found, **own}.items()})
-        for seed, own in enumerate({"LayerNorm": value} for value in norm)
+        training(PLAIN, seed, curves={f"edq_ratio@{name}": [value] * 3 for name, value in found.items()})
+        for seed, norm in enumerate(norms)
+        for found in [{"Embedding": 0.95, "Linear": 0.97, "LayerNorm": norm}]
     ]
 
 
 def test_a_type_of_layer_loses_most_only_where_its_seeds_agree():
-    assert "LayerNorm layers lose more than every other type, beyond chance." in (
-        layers.page(by_type(norm=[0.5, 0.52, 0.48])).answer
-    )
-    assert "The seeds do not show which type loses most." in layers.page(by_type(norm=[0.2, 0.94, 1.2])).answer
+    agreeing, others = (layers.page(by_type(*norms)).answer for norms in ((0.5, 0.52, 0.48), (0.2, 0.94, 1.2)))
+    assert "LayerNorm layers lose more than every other type, beyond chance." in agreeing
+    assert "The seeds do not show which type loses most." in others
 
 
-def cosine(forecast, came):
+@pytest.mark.parametrize(
+    ("forecast", "came", "said"),
+    [
+        ([1.0] * 3, [1.0, 0.5, 0.5], "either the prediction or the run begins to lose, not both"),
+        ([1.0] * 3, [1.0] * 3, "neither the prediction nor the run begins to lose"),
+        ([1.0, 1.0, 0.5], [1.0, 0.5, 0.5], "begins to lose 10 steps earlier than predicted (1 of 1 seeds)"),
+    ],
+)
+def test_a_forecast_that_fails_is_not_said_to_be_exact(forecast, came, said):
     recipe = replace(RECIPE, schedule="cosine")
-    return [
-        training(FP32, 1, recipe=recipe, curves={counterfactuals.FORECAST: forecast}),
-        training(PLAIN, 1, recipe=recipe, curves={"edq_ratio": came}),
-    ]
-
-
-def test_a_forecast_that_fails_is_not_said_to_be_exact():
+    foretold = training(FP32, recipe=recipe, curves={counterfactuals.FORECAST: forecast})
     assert (
-        "either the prediction or the run begins to lose, not both"
-        in counterfactuals.page(cosine([1.0] * 3, [1.0, 0.5, 0.5])).answer
-    )
-    assert (
-        "neither the prediction nor the run begins to lose"
-        in counterfactuals.page(cosine([1.0] * 3, [1.0] * 3)).answer
-    )
-    assert "begins to lose 10 steps earlier than predicted (1 of 1 seeds)" in (
-        counterfactuals.page(cosine([1.0, 1.0, 0.5], [1.0, 0.5, 0.5])).answer
+        said in counterfactuals.page([foretold, training(PLAIN, recipe=recipe, curves={"edq_ratio": came})]).answer
     )
 
 
 def test_forecasts_that_are_off_beyond_chance_are_named():
-    metric = counterfactuals.FORECAST
     records = [
-        record
-        for seed, (said, came) in enumerate([(0.90, 0.80), (0.91, 0.80), (0.89, 0.80)])
-        for record in (
-            training(FP32, seed, merged={metric: said}),
-            training(PLAIN, seed, merged={"edq_ratio": came}),
-        )
+        training(FP32, s, merged={counterfactuals.FORECAST: said}) for s, said in enumerate([0.9, 0.91, 0.89])
     ]
+    records += [training(PLAIN, seed, merged={"edq_ratio": 0.8}) for seed in range(3)]
     verdict = counterfactuals.page(records).answer
     assert "by at most 0.100 (`plain` at 0.0002)" in verdict
     assert "In 1 of 1 cases the difference is beyond chance" in verdict
 
 
-def swept(losses):
+def swept(*losses):
+    """Trainings with these losses by seed: of fp32 with β₂ = 0.9 and 0.99, and of plain bfloat16."""
+    cases = [(plan, decay) for plan in (FP32, PLAIN) for decay in (0.9, 0.99)]
     return [
-        training(plan, seed, recipe=replace(RECIPE, betas=(0.9, value)), values={"validation_loss": loss})
-        for (plan, value), own in losses.items()
+        training(plan, seed, recipe=replace(RECIPE, betas=(0.9, decay)), loss=loss)
+        for (plan, decay), own in zip(cases, losses, strict=True)
         for seed, loss in enumerate(own)
     ]
 
 
-def test_the_best_beta2_moves_only_where_it_is_told_apart():
-    apart = {
-        (FP32, 0.9): [2.0, 2.1, 2.2],
-        (FP32, 0.99): [2.5, 2.61, 2.69],
-        (PLAIN, 0.9): [2.5, 2.6, 2.71],
-        (PLAIN, 0.99): [2.01, 2.1, 2.2],
-    }
-    assert "the best one moves with precision" in beta2.page(swept(apart)).answer
-    alike = {**apart, (PLAIN, 0.99): [2.4, 2.7, 2.6]}
-    assert (
-        "is not shown to move with precision: under every strategy 0.9 is lowest" in beta2.page(swept(alike)).answer
-    )
-    same = {**apart, (PLAIN, 0.9): [2.5, 2.6, 2.7], (PLAIN, 0.99): [2.7, 2.8, 2.9]}
-    assert (
-        "lowest at β₂ = 0.9 under every strategy. So the best β₂ is not shown to move"
-        in beta2.page(swept(same)).answer
-    )
+@pytest.mark.parametrize(
+    ("plain", "said"),
+    [
+        (([2.5, 2.6, 2.71], [2.01, 2.1, 2.2]), "the best one moves with precision"),
+        (
+            ([2.5, 2.6, 2.71], [2.4, 2.7, 2.6]),
+            "is not shown to move with precision: under every strategy 0.9 is lowest",
+        ),
+        (
+            ([2.5, 2.6, 2.7], [2.7, 2.8, 2.9]),
+            "lowest at β₂ = 0.9 under every strategy. So the best β₂ is not shown to move",
+        ),
+    ],
+)
+def test_the_best_beta2_moves_only_where_it_is_told_apart(plain, said):
+    assert said in beta2.page(swept([2.0, 2.1, 2.2], [2.5, 2.61, 2.69], *plain)).answer
 
 
 def test_a_gap_that_nobody_would_see_is_no_verdict():
     """Of thirty gaps over three seeds one read +0.0001, and that was called worse beyond chance."""
-    losses = {(FP32, 0.9): [2.0, 2.1, 2.2], (PLAIN, 0.9): [2.0001, 2.10011, 2.20009]}
-    assert "No strategy is shown to end worse than fp32" in beta2.page(swept(losses)).answer
+    records = swept([2.0, 2.1, 2.2], [], [2.0001, 2.10011, 2.20009], [])
+    assert "No strategy is shown to end worse than fp32" in beta2.page(records).answer
 
 
 def test_strategies_are_told_by_the_settings_in_which_they_end_worse():
     found = [
-        training(plan, seed, values={"validation_loss": 2.0 + seed + extra * (1 + seed / 10)})
+        training(plan, seed, loss=2.0 + seed + extra * (1 + seed / 10))
         for plan, extra in ((FP32, 0.0), (PLAIN, 0.2), (LIGHT, 0.0))
         for seed in (1, 2, 3)
     ]
@@ -140,14 +116,9 @@ def test_strategies_are_told_by_the_settings_in_which_they_end_worse():
 
 
 def test_what_rounding_up_adds_is_not_kept():
+    kept = [f"often/{exponent}" for exponent in expansions.EXPONENTS]
     records = [
-        Record(
-            trial=Trial(name=name, settings={}),
-            versions={},
-            cpu_seconds=1.0,
-            run_id="run",
-            values={"rounded": 0.1, "once": end, **{f"often/{e}": end for e in expansions.EXPONENTS}},
-        )
+        record_of(Trial(name=name, settings={}), values={"rounded": 0.1, "once": end, **dict.fromkeys(kept, end)})
         for name, end in (("a", 1.0), ("b", 1.12))
     ]
     assert expansions.page(records).answer == (
@@ -159,18 +130,11 @@ def test_what_rounding_up_adds_is_not_kept():
 def test_a_number_that_stays_does_not_go_anywhere():
     kinds = [f"{name}/{how}" for name in ("edq_ratio", diary.DECREMENT) for how in ("left alone", "mended")]
     ends = {"loss/left alone": 2.0, "loss/mended": 2.5, "end": 30.0, "steps": 20.0}
-    words = {"others": "", "sentence": "", "terminal": "", "convert": ""}
-    trials = [trial for trial in diary.trials(False) if trial.plan != diary.REFERENCE]
+    words = dict.fromkeys(("others", "sentence", "terminal", "convert"), "")
     records = [
-        Record(
-            trial=trial,
-            versions={},
-            cpu_seconds=1.0,
-            run_id="run",
-            values={**dict.fromkeys(kinds, 1.0), **ends},
-            words=words,
-        )
-        for trial in trials
+        record_of(trial, values={**dict.fromkeys(kinds, 1.0), **ends}, words=words)
+        for trial in diary.trials(False)
+        if trial.plan != diary.REFERENCE
     ]
     verdict = diary.page(records).answer
     assert "EDQ stays at 1, the second moment's decay stays at 1" in verdict
@@ -179,7 +143,7 @@ def test_a_number_that_stays_does_not_go_anywhere():
 
 def test_settings_of_one_rate_are_told_apart_by_their_shape():
     records = [
-        training(plan, seed, recipe=replace(RECIPE, width=width), values={"validation_loss": 2.0})
+        training(plan, seed, recipe=replace(RECIPE, width=width), loss=2.0)
         for width in (32, 64)
         for plan in (FP32, PLAIN)
         for seed in (1, 2)
@@ -192,21 +156,14 @@ def test_settings_of_one_rate_are_told_apart_by_their_shape():
     assert [entry.setting for entry in alone] == ["GPT, rate 0.0002, β₂ 0.999"]
 
 
+def of_lion(plan, seed, edq, **fields):
+    return training(plan, seed, settings={"rule": "lion"}, curves={"edq_ratio": edq}, **fields)
+
+
 def test_a_merged_edq_near_one_does_not_hide_the_end_of_the_run():
-    records = [
-        msgspec.structs.replace(record, trial=msgspec.structs.replace(record.trial, settings={"rule": "lion"}))
-        for plan, curve in ((FP32, [1.0] * 3), (PLAIN, [1.0, 1.0, 0.1]))
-        for record in [
-            training(
-                plan,
-                1,
-                values={"validation_loss": 2.0},
-                merged={"edq_ratio": 0.98, "lost_update_ratio": 0.4},
-                curves={"edq_ratio": curve},
-            )
-        ]
-    ]
-    page = beyond_adamw.page(records)
+    merged = {"edq_ratio": 0.98, "lost_update_ratio": 0.4}
+    curves = ((FP32, [1.0] * 3), (PLAIN, [1.0, 1.0, 0.1]))
+    page = beyond_adamw.page([of_lion(plan, 1, edq, loss=2.0, merged=merged) for plan, edq in curves])
     assert "In the last third of the steps EDQ is 0.10 (`plain`)." in page.answer
     table = next(entry for entry in page.evidence if isinstance(entry, MarkdownTable))
     assert [dict(zip(table.head, row, strict=True))["EDQ, last third"] for row in table.rows] == ["1.00", "0.10"]
@@ -214,20 +171,17 @@ def test_a_merged_edq_near_one_does_not_hide_the_end_of_the_run():
 
 def test_the_best_rate_stands_beside_the_table_of_the_other():
     records = [
-        msgspec.structs.replace(record, trial=msgspec.structs.replace(record.trial, settings={"rule": "lion"}))
+        of_lion(
+            plan,
+            seed,
+            [1.0] * 3,
+            recipe=replace(RECIPE, learning_rate=rate),
+            loss=2.0 + apart * seed * (plan == FP32),
+            merged={"edq_ratio": 0.98, "lost_update_ratio": lost},
+        )
         for rate, apart in ((3e-4, 0.0), (1e-3, 0.2))
         for plan, lost in ((FP32, 0.0), (PLAIN, 0.34))
         for seed in (1, 2, 3)
-        for record in [
-            training(
-                plan,
-                seed,
-                recipe=replace(RECIPE, learning_rate=rate),
-                values={"validation_loss": 2.0 + apart * seed * (plan == FP32)},
-                merged={"edq_ratio": 0.98, "lost_update_ratio": lost},
-                curves={"edq_ratio": [1.0] * 3},
-            )
-        ]
     ]
     page = beyond_adamw.page(records)
     (told,) = (entry for entry in page.evidence if isinstance(entry, str) and not entry.startswith("#"))
@@ -241,22 +195,19 @@ def test_the_best_rate_stands_beside_the_table_of_the_other():
 
 def tuned(loss):
     way = finetuning.WAYS["all"]
-    settings = {"rank": way.rank, "checkpoint_steps": 10}
-    numbers = dict(zip(finetuning.METRICS, (0.5, 0.5, 0.5), strict=True))
-    curves = {f"{metric}@{way.types[0]}": [value] * 3 for metric, value in numbers.items()}
-    found = [
+    curves = {f"{metric}@{way.types[0]}": [0.5] * 3 for metric in finetuning.METRICS}
+    curves |= {f"edq_ratio@{way.types[1]}": [1.0] * 3}
+    return [
         training(
             plan,
             seed,
-            values={"validation_loss": 2.0 + more + seed / 100 * (plan == LIGHT), "start_loss": 3.0},
-            curves={**curves, f"edq_ratio@{way.types[1]}": [1.0] * 3},
+            settings={"rank": way.rank, "checkpoint_steps": 10},
+            loss=2.0 + more + seed / 100 * (plan == LIGHT),
+            values={"start_loss": 3.0},
+            curves=curves,
         )
         for plan, more in ((FP32, 0.0), (LIGHT, loss))
         for seed in (1, 2, 3)
-    ]
-    return [
-        msgspec.structs.replace(record, trial=msgspec.structs.replace(record.trial, settings=settings))
-        for record in found
     ]
 
 
