@@ -1,6 +1,6 @@
 """A label of each kind, for keys of labelled statistics and metrics."""
 
-__all__ = ["LABELS"]
+__all__ = ["LABELS", "key_of"]
 
 LABELS = {
     "octave": "-3",
@@ -12,3 +12,8 @@ LABELS = {
     "format/steps": "mxfp8/64",
     "routes": "fp8_block128/bf16>fp8_block128",
 }
+
+
+def key_of(entry):
+    """The key of a statistic or a metric."""
+    return f"{entry.name}/{LABELS[entry.label]}" if entry.label else entry.name

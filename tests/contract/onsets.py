@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collage_monitor.onset import find_onset
 
 __all__ = ["Trace", "changed", "steady", "within_one_interval"]
 
-Array = NDArray[np.float64]
 EVERY = 10
 
 
@@ -19,18 +17,16 @@ EVERY = 10
 class Trace:
     """steps [points], the model's and the layers' series; the change began after point `at` (None: no change)."""
 
-    kind: str
     steps: list[int]
-    model: Array
-    layers: dict[str, Array]
+    model: np.ndarray
+    layers: dict[str, np.ndarray]
     at: int | None
-    changed: frozenset[str] = frozenset()
 
 
-def noise(generator: np.random.Generator, points: int, kind: str) -> Array:
+def noise(generator, points, kind):
     """Noise of standard deviation 1: normal, Student's with 3 degrees, or an autoregression of order 1."""
     if kind == "heavy tails":
-        return np.asarray(generator.standard_t(3, points) / np.sqrt(3))
+        return generator.standard_t(3, points) / np.sqrt(3)
     normal = generator.normal(size=points)
     if kind != "autocorrelated":
         return normal
@@ -40,7 +36,7 @@ def noise(generator: np.random.Generator, points: int, kind: str) -> Array:
     return normal
 
 
-def trend(generator: np.random.Generator, points: int, kind: str) -> Array:
+def trend(generator, points, kind):
     """What a schedule makes of a ratio: nothing, a slope, a cosine, a warm-up that bends or saturates."""
     time = np.arange(points) / points
     size = generator.uniform(0.02, 0.3)
@@ -59,65 +55,50 @@ NOISES = ("normal", "heavy tails", "autocorrelated")
 TRENDS = ("none", "slope", "cosine", "linear warm-up", "saturating warm-up")
 
 
-def steady(seed: int) -> Trace:
+def steady(seed):
     """A trace without a change."""
     generator = np.random.default_rng([1, seed])
     points = int(generator.integers(30, 128))
     told, bent = NOISES[seed % 3], TRENDS[seed // 3 % 5]
     level = 10 ** generator.uniform(-3.5, -1.3)
     count = int(generator.choice([0, 0, 12, 40]))
-    common = trend(generator, points, bent)
-    layers = {
-        f"layer {index}": 0.9 - generator.uniform(0, 1.2) * common + level * noise(generator, points, told)
-        for index in range(count)
-    }
-    model = 0.9 - common + level * noise(generator, points, told)
-    return _with_gaps(generator, Trace(f"{told}, {bent}", _steps(points), model, layers, None))
+    return drawn(generator, points, told, bent, level, dict.fromkeys(range(count), 0.0), 0.0)
 
 
-def changed(seed: int) -> Trace:
-    """A trace with one change, a step or a ramp of two or three points, 6 to 30 times the noise."""
+def changed(seed):
+    """A trace with one change, a step or a ramp of two or three points, 6 to 30 times the noise.
+
+    Of the model alone, of few layers, or of all.
+    """
     generator = np.random.default_rng([2, seed])
     points = int(generator.integers(40, 128))
     told, bent = NOISES[seed % 3], TRENDS[seed // 3 % 3]
-    shape = ("step", "ramp")[seed // 9 % 2]
-    where = ("model", "few layers", "all layers")[seed // 18 % 3]
+    where = seed // 18 % 3
     level = 10 ** generator.uniform(-3, -1.5)
-    size = -level * generator.uniform(8, 30) if told == "autocorrelated" else -level * generator.uniform(6, 30)
+    size = -level * generator.uniform(8 if told == "autocorrelated" else 6, 30)
     at = int(generator.integers(12, points - 12))
-    length = 1 if shape == "step" else int(generator.integers(2, 4))
-    rise = np.clip((np.arange(points) - at) / length, 0.0, 1.0)
+    length = int(generator.integers(2, 4)) if seed // 9 % 2 else 1
+    rise = size * np.clip((np.arange(points) - at) / length, 0.0, 1.0)
+    layers = {index: rise if where == 2 or index < 3 else 0.0 for index in range(40 if where else 0)}
+    return drawn(generator, points, told, bent, level, layers, rise * (3 / 40 if where == 1 else 1.0), at)
+
+
+def drawn(generator, points, told, bent, level, changes, change, at=None):
+    """changes: of each layer; change: of the model. A third of the traces lack a tenth of their points."""
     common = trend(generator, points, bent)
-    names = [f"layer {index}" for index in range(0 if where == "model" else 40)]
-    hit = frozenset(names[:3] if where == "few layers" else names)
     layers = {
-        name: 0.9
-        - generator.uniform(0, 1.2) * common
-        + level * noise(generator, points, told)
-        + (name in hit) * size * rise
-        for name in names
+        f"layer {index}": 0.9 - generator.uniform(0, 1.2) * common + level * noise(generator, points, told) + own
+        for index, own in changes.items()
     }
-    share = 3 / 40 if where == "few layers" else 1.0
-    model = 0.9 - common + level * noise(generator, points, told) + share * size * rise
-    trace = Trace(f"{told}, {bent}, {shape}, {where}", _steps(points), model, layers, at, hit)
-    return _with_gaps(generator, trace)
+    model = 0.9 - common + level * noise(generator, points, told) + change
+    if generator.random() <= 1 / 3:
+        missing = generator.random(points) < 0.1
+        for values in (model, *layers.values()):
+            values[missing] = np.nan
+    return Trace([EVERY * (index + 1) for index in range(points)], model, layers, at)
 
 
-def _steps(points: int) -> list[int]:
-    return [EVERY * (index + 1) for index in range(points)]
-
-
-def _with_gaps(generator: np.random.Generator, trace: Trace) -> Trace:
-    """A third of the traces lack a tenth of their points."""
-    if generator.random() > 1 / 3:
-        return trace
-    missing = generator.random(len(trace.steps)) < 0.1
-    for values in (trace.model, *trace.layers.values()):
-        values[missing] = np.nan
-    return trace
-
-
-def within_one_interval(trace: Trace) -> bool:
+def within_one_interval(trace):
     """Whether the change is found within one measured interval of where it began; between measured points, if some
     are missing there."""
     found = find_onset(trace.steps, trace.model, trace.layers)

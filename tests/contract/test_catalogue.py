@@ -15,14 +15,9 @@ from collage_monitor.metrics import METRICS, SCALARS, STATISTICS, metric, prefer
 from collage_monitor.statistics import finish, interval, metric_keys, statistics_for
 from collage_monitor.statistics.catalogue import DEFINITIONS, catalogue_of
 from collage_monitor.strategies import STRATEGIES, strategy
-from tests.contract.labels import LABELS
+from tests.contract.labels import LABELS, key_of
 
 UNITS = {"ratio", "share", "elements", "weight", "gradient", "octaves", "factor", "steps", "bytes"}
-
-
-def all_statistic_keys():
-    for name, entry in STATISTICS.items():
-        yield f"{name}/{LABELS[entry.label]}" if entry.label else name
 
 
 def test_no_name_means_two_things():
@@ -32,7 +27,10 @@ def test_no_name_means_two_things():
         assert METRICS[name].formula in (f"Σ {name}", name)
 
 
-@pytest.mark.parametrize("entry", METRICS.values(), ids=lambda entry: entry.name)
+EACH_METRIC = pytest.mark.parametrize("entry", METRICS.values(), ids=lambda entry: entry.name)
+
+
+@EACH_METRIC
 def test_every_metric_says_what_it_is(entry):
     assert entry.title
     assert entry.formula
@@ -59,10 +57,9 @@ class Recording(dict):
         return self[key]
 
 
-@pytest.mark.parametrize("entry", METRICS.values(), ids=lambda entry: entry.name)
+@EACH_METRIC
 def test_the_statistics_that_a_metric_declares_are_those_that_finishing_reads(entry):
-    key = f"{entry.name}/{LABELS[entry.label]}" if entry.label else entry.name
-    totals = Recording()
+    key, totals = key_of(entry), Recording()
     assert finish(key, totals).shape == (1,)
     assert set(statistics_for(key, intervals=False)) == totals.read
     if entry.interval is not None:
@@ -70,21 +67,19 @@ def test_the_statistics_that_a_metric_declares_are_those_that_finishing_reads(en
         assert set(statistics_for(key)) == totals.read
 
 
-@pytest.mark.parametrize("entry", METRICS.values(), ids=lambda entry: entry.name)
+@EACH_METRIC
 def test_each_declared_statistic_changes_the_metric(entry):
-    shape = (34, 1)
+    octaves = np.linspace(1.0, 3.0, 34)[:, None]
     amounts = [
-        np.linspace(1.0, 3.0, 34).reshape(shape) if STATISTICS[need].label == "octave" else np.array([float(10**i)])
+        octaves if STATISTICS[need].label == "octave" else np.array([float(10**i)])
         for i, need in enumerate(entry.needs, start=1)
     ]
     unreported = [np.full_like(amounts[0], np.nan)] * len(entry.optional)
     label = {"label": LABELS[entry.label]} if entry.finish_takes_label else {}
     whole = entry.finish(*amounts, *unreported, **label)
-    for index in range(len(amounts)):
-        changed = [
-            values * np.arange(1, len(values) + 1)[:, None] if values.ndim == 2 else values for values in amounts
-        ]
-        changed[index] = changed[index] * 1.5 if amounts[index].ndim == 1 else changed[index]
+    for index, values in enumerate(amounts):
+        other = values * (np.arange(1, 35)[:, None] if values is octaves else 1.5)
+        changed = [*amounts[:index], other, *amounts[index + 1 :]]
         assert entry.finish(*changed, *unreported, **label) != whole, entry.needs[index]
 
 
@@ -140,7 +135,7 @@ def test_another_package_adds_an_alert_under_a_name_of_its_own():
 
 
 def test_all_statistics_together_make_all_metrics():
-    made = metric_keys(all_statistic_keys())
+    made = metric_keys([key_of(entry) for entry in STATISTICS.values()])
     assert {metric(key).name for key in made} == {split_key(key)[0] for key in made} == set(METRICS)
 
 

@@ -123,6 +123,15 @@ def test_refusals(status, kind):
     assert found.retry_after_seconds == 2.0
 
 
+@pytest.mark.parametrize(("token", "said"), [(None, "asks for a token"), ("wrong", "does not know this token")])
+def test_a_token_is_asked_for_in_words_for_people(token, said):
+    error = {"code": "unauthorised", "message": "no token; send the header Authorization: Bearer TOKEN"}
+    client, _ = client_of(httpx.Response(401, json={"error": error}), token)
+    with pytest.raises(NotAuthorised, match=f"http://server/? {said}: set COLLAGE_TOKEN") as caught:
+        client.runs()
+    assert "Bearer" not in str(caught.value)
+
+
 def test_a_refusal_of_a_proxy_without_our_shape():
     client, _ = client_of(httpx.Response(502, text="<html>Bad Gateway</html>", headers={"Retry-After": "soon"}))
     with pytest.raises(Unavailable, match=r"http://server/ answers 502 .*is the address right") as caught:

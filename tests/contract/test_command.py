@@ -8,17 +8,16 @@ import tomllib
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
-import httpx
 import pytest
 from click.testing import CliRunner
 
 from collage_monitor import command
-from collage_monitor.client import Client
 from collage_monitor.command import VERBS, root
 from collage_monitor.command.progress import progress, remark
-from collage_monitor.errors import NotAuthorised, ServerUnreachable
+from collage_monitor.errors import ServerUnreachable
 from tools.packages import LISTED
 
 pytestmark = pytest.mark.slow
@@ -161,18 +160,12 @@ def test_a_verb_whose_library_is_absent_names_the_smallest_extra(verb, blocked, 
     assert done.stderr.rstrip().endswith(f"pip install {advice}")
 
 
-@pytest.mark.parametrize(("token", "said"), [(None, "asks for a token"), ("wrong", "does not know this token")])
-def test_a_token_is_asked_for_in_words_for_people(token, said):
-    def refuse(request):
-        error = {"code": "unauthorised", "message": "no token; send the header Authorization: Bearer TOKEN"}
-        return httpx.Response(401, json={"error": error})
-
-    with (
-        Client("http://server:1", token, transport=httpx.MockTransport(refuse)) as client,
-        pytest.raises(NotAuthorised, match=f"http://server:1 {said}: set COLLAGE_TOKEN") as caught,
-    ):
-        client.runs()
-    assert "Bearer" not in str(caught.value)
+def refused_by(work, monkeypatch, *words):
+    """What becomes of a verb that does this work."""
+    verb = click.command("refuse")(work)
+    entry = SimpleNamespace(name="refuse", value="somewhere.else:refuse", load=lambda: verb)
+    monkeypatch.setattr(command, "_found", lambda: {"refuse": entry})
+    return CliRunner().invoke(root, [*words, "refuse"])
 
 
 @pytest.mark.parametrize(
@@ -185,25 +178,14 @@ def test_a_token_is_asked_for_in_words_for_people(token, said):
     ],
 )
 def test_every_error_is_a_sentence_behind_one_prefix(monkeypatch, raised, status, said):
-    @click.command("refuse")
     def refuse():
         raise raised
 
-    monkeypatch.setattr(command, "_found", lambda: {"refuse": entry_of(refuse)})
-    result = CliRunner().invoke(root, ["refuse"])
+    result = refused_by(refuse, monkeypatch)
     assert result.exit_code == status
     assert result.stderr.splitlines()[-1] == f"collage-monitor: {said}"
     assert "Traceback" not in result.output
     assert "Error:" not in result.output
-
-
-class entry_of:  # noqa: N801 - stands for an entry point
-    """An entry point whose command is there already."""
-
-    name, value = "refuse", "somewhere.else:refuse"
-
-    def __init__(self, command):
-        self.load = lambda: command
 
 
 @pytest.mark.parametrize(
@@ -260,16 +242,14 @@ def test_a_verb_below_another_imports_nothing_of_it():
 
 @pytest.mark.parametrize(("flags", "words"), [((), "copy all|all is well"), (("--quiet",), ""), (("-q",), "")])
 def test_quiet_leaves_out_progress_and_remarks_but_no_error(monkeypatch, flags, words):
-    @click.command("refuse")
     def work():
         with progress("copy all"):
             remark("all is well")
         raise ServerUnreachable("no answer from http://x")
 
-    monkeypatch.setattr(command, "_found", lambda: {"refuse": entry_of(work)})
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):  # By these rich takes standard error for a terminal.
         monkeypatch.setenv(name, "1")
-    told = CliRunner().invoke(root, [*flags, "refuse"]).stderr
+    told = refused_by(work, monkeypatch, *flags).stderr
     assert all(word in told for word in words.split("|"))
     assert words or told == "collage-monitor: no answer from http://x\n"
 

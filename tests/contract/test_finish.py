@@ -23,7 +23,7 @@ from collage_monitor.statistics import (
     metric_sql,
     quoted_name,
 )
-from tests.contract.labels import LABELS
+from tests.contract.labels import key_of
 from tests.reference import finish as reference
 
 NAMES = [name for name, entry in STATISTICS.items() if entry.label is None and name != "measured_steps"]
@@ -146,10 +146,8 @@ def test_an_empty_histogram_is_undefined_and_its_ends_answer_the_outermost_edge(
     np.testing.assert_array_equal(histogram_quantile(counts, 0.5), [-24.0, np.nan])
     assert histogram_quantile(histogram_counts(histogram(overflow=5.0)), 0.5) == 8.0
     # On the border of an octave it is that border, whatever lies beyond; bins may be unreported.
-    assert (
-        histogram_quantile(histogram_counts(arrays(update_ulp_histogram__0=4.0, update_ulp_histogram__5=4.0)), 0.5)
-        == 1
-    )
+    border = arrays(update_ulp_histogram__0=4.0, update_ulp_histogram__5=4.0)
+    assert histogram_quantile(histogram_counts(border), 0.5) == 1.0
     unreported = finish("half_ulp_margin", arrays(update_ulp_histogram__0=[4.0, np.nan]))
     np.testing.assert_array_equal(unreported, [1.5, np.nan])
 
@@ -181,11 +179,7 @@ def test_an_interval_needs_the_variances():
 def test_sql_gives_what_the_functions_give(without):
     """In a database that calls a root below zero null, as numpy's NaN is."""
     generator, rows = np.random.default_rng(0), 40
-    keys = [
-        name if entry.label is None else f"{name}/{LABELS[entry.label]}"
-        for name, entry in STATISTICS.items()
-        if entry.label != "octave" and name != without
-    ]
+    keys = [key_of(own) for name, own in STATISTICS.items() if own.label != "octave" and name != without]
     totals = {key: generator.integers(-1, 4, rows).astype(np.float64) for key in keys}
     told = {key: sql for key in metric_keys(totals) if (sql := metric_sql(key, totals)) is not None}
     known = {METRICS[key.partition("/")[0]].finish for key in told}

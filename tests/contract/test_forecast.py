@@ -61,15 +61,18 @@ class Weights:
         return None if not above[-1] else schedule.steps - above[::-1].index(False) + 1
 
 
-def of(forecast, strategy):
-    return next(own for own in forecast.strategies if own.strategy == strategy)
+def foretold(schedule, weights=None, steps=FIRST, *strategies):
+    """The forecast, and what it says of the first strategy."""
+    record = (weights or Weights()).record(schedule, steps)
+    forecast = forecast_strategies(record, schedule, *([strategies] if strategies else []))
+    return forecast, forecast.strategies[0]
 
 
 @pytest.mark.parametrize("text", SCHEDULES)
 @pytest.mark.parametrize("strategy", ["plain", "kahan", "master-weights"])
 def test_the_onset_is_that_of_the_rounding_itself(text, strategy):
     schedule, weights = parse_schedule(text), Weights()
-    found = of(forecast_strategies(weights.record(schedule), schedule, [strategy]), strategy)
+    _, found = foretold(schedule, weights, FIRST, strategy)
     came = weights.onset(schedule, strategy)
     assert (found.onset is None) == (came is None)
     if came is not None:
@@ -80,35 +83,38 @@ def test_the_onset_is_that_of_the_rounding_itself(text, strategy):
 
 
 def test_each_step_of_a_warm_up_counts_by_its_own_rate():
-    schedule, weights = COSINE, Weights()
-    found = forecast_strategies(weights.record(schedule, range(1, 7)), schedule).strategies[0]
-    assert abs(found.onset - weights.onset(schedule, "plain")) <= 0.01 * schedule.steps
+    weights = Weights()
+    _, found = foretold(COSINE, weights, range(1, 7))
+    assert abs(found.onset - weights.onset(COSINE, "plain")) <= 0.01 * COSINE.steps
 
 
 def test_noise_of_single_steps_is_no_drift_and_its_mean_is_known_better():
-    schedule, weights = COSINE, Weights()
-    noise = 2.0 ** np.random.default_rng(1).normal(0, 0.4, schedule.steps)
-    record = weights.record(replace(schedule, rates=schedule.rates * noise))
-    forecast = forecast_strategies(record, schedule)
+    weights = Weights()
+    noise = 2.0 ** np.random.default_rng(1).normal(0, 0.4, COSINE.steps)
+    forecast = forecast_strategies(weights.record(replace(COSINE, rates=COSINE.rates * noise)), COSINE)
     assert "without a drift" in forecast.assumes
     found = forecast.strategies[0]
     assert found.earliest is not None
     assert found.latest is not None
-    assert found.earliest <= weights.onset(schedule, "plain") <= found.latest <= found.earliest + 200
+    assert found.earliest <= weights.onset(COSINE, "plain") <= found.latest <= found.earliest + 200
 
 
 def test_a_step_without_an_update_ends_no_loss():
-    schedule, weights = COSINE, Weights()
-    record = weights.record(schedule)
-    stopped = replace(schedule, rates=np.where(np.arange(2000) % 100 == 99, 0.0, schedule.rates))
-    onsets = [forecast_strategies(record, own).strategies[0].onset for own in (schedule, stopped)]
+    record = Weights().record(COSINE)
+    stopped = replace(COSINE, rates=np.where(np.arange(2000) % 100 == 99, 0.0, COSINE.rates))
+    onsets = [forecast_strategies(record, own).strategies[0].onset for own in (COSINE, stopped)]
     assert onsets[0] == onsets[1] is not None
 
 
-def test_three_steps_up_to_the_last_are_enough():
-    schedule = parse_schedule("cosine:1e-3:5:80")
-    found = forecast_strategies(Weights().record(schedule, [60, 70, 80]), schedule).strategies[0]
-    assert (found.onset, found.lost) == (None, 0.0)
+@pytest.mark.parametrize(
+    ("text", "steps", "onset", "least", "most"),
+    [("cosine:1e-3:5:80", (60, 70, 80), None, 0.0, 0.0), ("constant:1e-5:50:2000", FIRST, 401, 0.9, 1.0)],
+    ids=["three steps up to the last are enough", "a run that loses already goes on to"],
+)
+def test_the_ends_of_what_can_be_foretold(text, steps, onset, least, most):
+    _, found = foretold(parse_schedule(text), None, steps)
+    assert (found.onset, found.earliest) == (onset, onset)
+    assert least <= found.lost <= most
 
 
 def test_the_narrow_weights_decide_though_most_are_wide():
@@ -118,97 +124,80 @@ def test_the_narrow_weights_decide_though_most_are_wide():
 
 @pytest.mark.parametrize("strategy", ["plain", "plus"])
 def test_the_lost_share_still_to_come_is_that_of_the_rounding(strategy):
-    schedule, weights = COSINE, Weights()
-    found = of(forecast_strategies(weights.record(schedule), schedule), strategy)
-    came = np.mean([weights.lost(schedule, step, strategy) for step in range(401, 2001)])
+    weights = Weights()
+    _, found = foretold(COSINE, weights, FIRST, strategy)
+    came = np.mean([weights.lost(COSINE, step, strategy) for step in range(401, 2001)])
     assert found.lost == pytest.approx(came, abs=0.01)
     steps, shares = zip(*found.shares, strict=True)
     assert (steps[0], steps[-1]) == (401, 2000)
-    assert shares == pytest.approx([weights.lost(schedule, step, strategy) for step in steps], abs=0.05)
+    assert shares == pytest.approx([weights.lost(COSINE, step, strategy) for step in steps], abs=0.05)
 
 
 @pytest.mark.parametrize(("weights", "like"), [("one", "plain"), ("pair", "light"), ("fp32", "master-weights")])
 def test_a_strategy_of_another_package_is_foretold_by_what_it_keeps_a_weight_as(weights, like, monkeypatch):
     added = Strategy("added", "Added", "weights of its own kind", 10, weights=weights)
     monkeypatch.setitem(STRATEGIES, "added", added)
-    schedule, trained = COSINE, Weights()
-    forecast = forecast_strategies(trained.record(schedule), schedule, ["added", like])
-    found, known = of(forecast, "added"), of(forecast, like)
+    forecast, found = foretold(COSINE, None, FIRST, "added", like)
+    known = forecast.strategies[1]
+    assert (found.strategy, known.strategy) == ("added", like)
     assert (found.onset, found.lost) == (known.onset, known.lost)
-    told = more_exact("added", "weights")
-    assert bool(told) == (weights != "fp32")
+    assert bool(more_exact("added", "weights")) == (weights != "fp32")
 
 
 def test_a_drift_of_the_updates_is_followed_and_chance_is_none():
-    schedule = COSINE
     drifting = Weights(drift=-0.3, scale=12.0)
-    forecast = forecast_strategies(drifting.record(schedule), schedule)
-    found, came = forecast.strategies[0], drifting.onset(schedule, "plain")
+    forecast, found = foretold(COSINE, drifting)
     assert "with half of the drift seen there, -0.3" in forecast.assumes
-    assert abs(found.onset - came) <= 0.05 * schedule.steps
-    still = forecast_strategies(Weights().record(schedule, range(10, 601, 10)), schedule)
+    assert abs(found.onset - drifting.onset(COSINE, "plain")) <= 0.05 * COSINE.steps
+    still, _ = foretold(COSINE, None, range(10, 601, 10))
     assert "without a drift" in still.assumes
 
 
 def test_what_does_not_come_is_not_foretold():
-    schedule = parse_schedule("constant:1e-3:50:2000")
-    forecast = forecast_strategies(Weights().record(schedule), schedule)
+    forecast, _ = foretold(parse_schedule("constant:1e-3:50:2000"))
     assert [own.onset for own in forecast.strategies] == [None] * 5
     assert all("not in this run" in own.text for own in forecast.strategies)
-    forecast = forecast_strategies(Weights().record(COSINE), COSINE)
+    forecast, _ = foretold(COSINE)
     random = [own for own in forecast.strategies if own.strategy in ("stochastic", "split-master")]
     assert [own.onset for own in random] == [None, None]
     assert all("rounds at random" in own.text for own in random)
 
 
-def test_a_run_that_loses_already_goes_on_to():
-    schedule = parse_schedule("constant:1e-5:50:2000")
-    found = forecast_strategies(Weights().record(schedule), schedule).strategies[0]
-    assert (found.onset, found.earliest) == (401, 401)
-    assert found.lost > 0.9
-
-
 @pytest.mark.slow
 def test_the_kind_of_layer_that_loses_first_is_named():
-    schedule, large, small = COSINE, Weights(), Weights(scale=0.5)
-    counts = np.stack([[own.counts(schedule, step) for step in FIRST] for own in (large, small)], 2)
+    large, small = Weights(), Weights(scale=0.5)
+    counts = np.stack([[own.counts(COSINE, step) for step in FIRST] for own in (large, small)], 2)
     layers = [layer("a.weight", "torch.nn.Linear"), layer("b.weight", "torch.nn.LayerNorm")]
-    found = forecast_strategies(record_of(FIRST, counts.swapaxes(0, 1), layers, "plain"), schedule).strategies[0]
+    found = forecast_strategies(record_of(FIRST, counts.swapaxes(0, 1), layers, "plain"), COSINE).strategies[0]
     assert found.first_in == "LayerNorm.weight"
-    came = small.onset(schedule, "plain"), large.onset(schedule, "plain")
-    assert found.first_onset == pytest.approx(came[0], abs=0.03 * schedule.steps)
+    came = small.onset(COSINE, "plain"), large.onset(COSINE, "plain")
+    assert found.first_onset == pytest.approx(came[0], abs=0.03 * COSINE.steps)
     assert came[0] < came[1]
 
 
 def test_the_sentence_says_from_when_at_which_rate_and_what_it_assumes():
-    schedule = COSINE
-    told = str(forecast_strategies(Weights().record(schedule), schedule))
-    first, *_, last = told.splitlines()
+    first, *_, last = str(foretold(COSINE)[0]).splitlines()
     assert first.startswith("Plain in bfloat16 (8 bytes a parameter) loses more than a quarter of its updates from")
     assert "at rates of" in first
     assert last.startswith(f"Assumes the schedule {SCHEDULES[0]}, updates in proportion to the rate")
     assert "as in steps 10 to 400" in last
 
 
-def test_steps_within_the_warm_up_are_said_to_be_early():
-    schedule = parse_schedule("cosine:1e-3:100:2000")
-    early, late = (
-        forecast_strategies(Weights().record(schedule, range(10, last, 10)), schedule).assumes
-        for last in (200, 311)
-    )
-    assert "watch 300 to be sure" in early
-    assert "to be sure" not in late
+@pytest.mark.parametrize(("watched", "early"), [(200, True), (311, False)])
+def test_steps_within_the_warm_up_are_said_to_be_early(watched, early):
+    forecast, _ = foretold(parse_schedule("cosine:1e-3:100:2000"), None, range(10, watched, 10))
+    assert ("watch 300 to be sure" in forecast.assumes) == ("to be sure" in forecast.assumes) == early
 
 
 def test_what_cannot_be_foretold_says_why():
-    schedule, weights = COSINE, Weights()
+    weights = Weights()
     wide = GridRecord([10], np.zeros((34, 1)), {}, np.zeros((0, 1)), "float32", "plain")
     with pytest.raises(ForecastError, match="weights are float32"):
-        forecast_strategies(wide, schedule)
+        forecast_strategies(wide, COSINE)
     with pytest.raises(ForecastError, match="2 measured steps moved anything; 3 are needed"):
-        forecast_strategies(weights.record(schedule, [10, 20]), schedule)
+        foretold(COSINE, weights, [10, 20])
     with pytest.raises(ForecastError, match="step 90 was watched"):
-        forecast_strategies(weights.record(schedule, [70, 80, 90]), parse_schedule("cosine:1e-3:5:80"))
+        forecast_strategies(weights.record(COSINE, [70, 80, 90]), parse_schedule("cosine:1e-3:5:80"))
 
 
 @pytest.mark.parametrize(

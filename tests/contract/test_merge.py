@@ -15,13 +15,9 @@ from collage_monitor.statistics import (
     reduce_shards,
     reduce_steps,
 )
-from tests.contract.labels import LABELS
+from tests.contract.labels import key_of
 
-KEYS = [
-    name if entry.label is None else f"{name}/{LABELS[entry.label]}"
-    for name, entry in STATISTICS.items()
-    if name != "variance_product_root"
-]
+KEYS = [key_of(entry) for name, entry in STATISTICS.items() if name != "variance_product_root"]
 numbers = st.one_of(st.just(float("nan")), st.integers(0, 2**20).map(float))
 pairs = st.lists(numbers, min_size=2, max_size=2).map(np.array)
 VARIANCES = ("variance_numerator/edq_ratio", "variance_denominator/edq_ratio", "covariance/edq_ratio")
@@ -91,8 +87,8 @@ def test_rules_by_hand():
 
 def test_not_reported_stays_so_and_takes_no_part():
     """Wherever a part without anything stands."""
-    parts = {}, {"lost": np.array([np.nan, 1.0])}, {}, {"lost": np.array([np.nan, np.nan])}
-    for merged in (merge_steps(parts), merge_shards(parts)):
+    some, none = ({"lost": np.array([np.nan, value])} for value in (1.0, np.nan))
+    for merged in (merge_steps([{}, some, {}, none]), merge_shards([{}, some, {}, none])):
         np.testing.assert_array_equal(merged["lost"], [np.nan, 1.0])
 
 

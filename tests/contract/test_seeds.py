@@ -1,15 +1,26 @@
 """Statistics over seeds against exact fractions and integrated quantiles; their coverage; who is paired."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from collage_monitor import wire
-from collage_monitor.seeds import SeedValue, curve_over_seeds, difference, mean_over_seeds
+from collage_monitor import seeds, wire
+from collage_monitor.seeds import SeedValue
 from collage_monitor.statistics.intervals import student_quantile
 from tests.reference import seeds as reference
 
 LOSSES = [2.431, 2.4198, 2.4275, 2.442, 2.4111]
 OTHERS = [2.5188, 2.497, 2.5302]
+
+
+mean_over_seeds: Any = seeds.mean_over_seeds
+difference: Any = seeds.difference
+curve_over_seeds: Any = seeds.curve_over_seeds
+
+
+def of_seeds(values, seeded=True, group=None):
+    return [SeedValue(value, group, place if seeded else None) for place, value in enumerate(values)]
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 7, 12, 30, 200])
@@ -42,9 +53,8 @@ def test_one_value_has_no_interval_and_no_value_no_mean():
 
 
 def test_runs_of_one_seed_are_compared_with_each_other():
-    own = [SeedValue(value + 0.01 + place / 1000, seed=place) for place, value in enumerate(LOSSES)]
-    others = [SeedValue(value, group="g", seed=place) for place, value in enumerate(LOSSES)]
-    found = difference(own, others[::-1])
+    own = [value + 0.01 + place / 1000 for place, value in enumerate(LOSSES)]
+    found = difference(of_seeds(own), of_seeds(LOSSES, group="g")[::-1])
     middle, half, _ = reference.mean([0.01, 0.011, 0.012, 0.013, 0.014])
     assert found.paired
     assert found.count == 5
@@ -59,7 +69,7 @@ def test_group_and_seed_come_before_the_seed_alone():
 
 
 def test_without_pairs_it_is_welchs_interval():
-    found = difference([SeedValue(value) for value in OTHERS], [SeedValue(value) for value in LOSSES])
+    found = difference(of_seeds(OTHERS, seeded=False), of_seeds(LOSSES, seeded=False))
     gap, half = reference.welch(OTHERS, LOSSES)
     assert not found.paired
     assert found.value == pytest.approx(gap, rel=1e-12)
@@ -77,11 +87,7 @@ def test_intervals_hold_the_truth_in_95_of_100(paired, most):
         shared = generator.normal(size=3)
         own = 1.0 + shared + generator.normal(size=3) * 0.1
         others = shared if paired else generator.normal(size=5) * 2
-        seed = (lambda place: place) if paired else (lambda place: None)
-        found = difference(
-            [SeedValue(value, seed=seed(place)) for place, value in enumerate(own.tolist())],
-            [SeedValue(value, seed=seed(place)) for place, value in enumerate(others.tolist())],
-        )
+        found = difference(*(of_seeds(values.tolist(), paired) for values in (own, others)))
         held += found.low <= 1.0 <= found.high
     assert 0.93 <= held / 2000 <= most
 

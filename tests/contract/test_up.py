@@ -17,9 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("option", ["--port", "--dashboard-port"])
 def test_a_port_in_use_is_named(tmp_path, option):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ports = (port, free_port()) if option == "--port" else (free_port(), port)
         with (

@@ -38,6 +38,15 @@ def train_each(optimizers, steps, first=1):
         train(optimizer, [member for group in optimizer.param_groups for member in group["params"]], steps, first)
 
 
+def walk(optimizer, *gradients):
+    """Steps of one parameter by these gradients, a number being that of each element; what is stored at the end."""
+    (member,) = optimizer.param_groups[0]["params"]
+    for gradient in gradients:
+        member.grad = torch.as_tensor(gradient, dtype=member.dtype).expand_as(member).clone()
+        optimizer.step()
+    return optimizer.stored_parameter(member)
+
+
 def tensors_of(optimizer):
     """Every tensor that an optimizer holds, by position and key."""
     found = {}

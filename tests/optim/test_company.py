@@ -9,7 +9,15 @@ from collage_optim import STRATEGIES, CollageAdamW
 from schedulefree import ScheduleFreeWrapper
 from torch import nn
 
-from tests.optim.models import assert_same_bits, copies_of, give_gradients, parameters, tensors_of, trained
+from tests.optim.models import (
+    assert_same_bits,
+    copies_of,
+    give_gradients,
+    parameters,
+    tensors_of,
+    train_each,
+    trained,
+)
 
 KEEPING = [name for name, strategy in STRATEGIES.items() if strategy.parameter_state is not None]
 
@@ -31,21 +39,17 @@ def test_a_tied_weight_is_stepped_once_and_resumes(strategy):
     model = Tied().bfloat16()
     optimizer = CollageAdamW(model.parameters(), lr=1e-2, strategy=strategy)
 
-    def train(model, optimizer, first):
-        for step in range(first, first + 3):
-            optimizer.zero_grad()
-            model(step).backward()
-            optimizer.step()
-
-    train(model, optimizer, 0)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
     assert len(optimizer.state) == 1
     assert optimizer.state[model.head.weight]["step"] == 3
     other = Tied().bfloat16()
     other.load_state_dict(model.state_dict())
     resumed = CollageAdamW(other.parameters(), strategy=strategy)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for own, its in ((optimizer, model), (resumed, other)):
-        train(its, own, 3)
+    train_each((optimizer, resumed), 3)
     assert_same_bits(optimizer, resumed)
 
 

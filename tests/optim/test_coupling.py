@@ -7,6 +7,7 @@ import torch
 from collage_optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD
 from collage_optim.update_rules import AdamRule
 
+from tests.optim.models import walk
 from tests.reference.adamw import ReferenceAdamW
 from tests.reference.stored import reference_value
 
@@ -138,13 +139,9 @@ def test_what_moves_by_a_sign_is_not_coupled():
 def test_nothing_comes_of_nothing_and_a_nan_stays_in_its_block(strategy):
     weight = torch.nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
     optimizer = CollageAdamW([weight], lr=1e-3, weight_decay=0, strategy=strategy, seed=1)
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    assert values(optimizer, weight, "parameter").eq(1).all()
+    assert walk(optimizer, 0.0).eq(1).all()
     assert values(optimizer, weight, "exp_avg").eq(0).all()
-    weight.grad = torch.ones_like(weight)
-    weight.grad[5] = float("nan")
-    optimizer.step()
+    walk(optimizer, torch.ones(300).index_fill_(0, torch.tensor(5), math.nan))
     broken = values(optimizer, weight, "parameter").isnan()
     assert broken.nonzero().flatten().tolist() == [5]
     assert values(optimizer, weight, "exp_avg").isnan().nonzero().flatten().tolist() == [*range(128)]
@@ -157,8 +154,6 @@ def test_whole_blocks_do_not_see_the_tail(strategy):
     whole, longer = (torch.nn.Parameter(torch.linspace(0.5, 1, 300)[:n].bfloat16()) for n in (256, 300))
     for weight in (whole, longer):
         optimizer = CollageAdamW([weight], lr=1e-4, strategy=strategy, seed=4)
-        for step in range(5):
-            torch.manual_seed(step)
-            weight.grad = torch.randn(300).bfloat16()[: len(weight)]
-            optimizer.step()
+        torch.manual_seed(0)
+        walk(optimizer, *torch.randn(5, 300)[:, : len(weight)])
     assert torch.equal(whole, longer[:256])

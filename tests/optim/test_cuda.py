@@ -38,7 +38,7 @@ def waiting(allowed):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def assert_same_but_for_counters_places(eager, counted, steps):
+def assert_same_but_for_counters_places(eager, counted, *, steps):
     """Counters of steps that a device counts lie there."""
     for one, other in zip(*(own.param_groups[0]["params"] for own in (eager, counted)), strict=True):
         assert eager.state[one]["step"].item() == counted.state[other]["step"].item() == steps

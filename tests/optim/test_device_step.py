@@ -35,10 +35,7 @@ WITH_TRITON = "tests.optim.with_triton"
 
 def by_day_and_night(part, day, night, night_share=1):
     """A seed by day, of one in so many pairs of a rule and a strategy; by night so many seeds."""
-    seeds = [(day[0], day[1], ()), *((seed, night_share, pytest.mark.nightly) for seed in night)]
-    return [
-        pytest.param(part, seed, share, marks=marks, id=f"{part}-{seed}-{share}") for seed, share, marks in seeds
-    ]
+    return [(part, *day), *(pytest.param(part, seed, night_share, marks=pytest.mark.nightly) for seed in night)]
 
 
 MORE_THAN = {"law": 80, "scaled": 40, "graphs": 30, "totals": 479}
@@ -278,7 +275,8 @@ def test_the_host_does_little_for_each_tensor(monkeypatch):
         given_to_kernels(monkeypatch, optimizer, members, steps=4)
         give_gradients(members, step=5)
         calls: list[str] = []
-        sys.setprofile(lambda frame, event, argument, calls=calls: calls.append(event))
+        noted: Any = lambda frame, event, argument, calls=calls: calls.append(event)  # noqa: E731
+        sys.setprofile(noted)
         try:
             optimizer.step()
         finally:

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "part"),
     [
-        pytest.param("extension_strategy", "with_strategy.run", marks=pytest.mark.nightly),
         ("extension_rule", "with_rule.run"),
+        pytest.param("extension_strategy", "with_strategy.run", marks=pytest.mark.nightly),
         pytest.param("extension_rule", "with_rule.compile_it", marks=pytest.mark.nightly),
     ],
 )
@@ -48,19 +48,15 @@ def added(monkeypatch):
     return found
 
 
-def test_without_a_package_its_names_are_refused(added):
+def test_what_no_package_adds_and_what_is_no_strategy_or_rule_is_named(added):
     with pytest.raises(ValueError, match="Invalid rule: 'adabelief'; no installed package adds a rule"):
         RuleOptimizer(parameters(), "adabelief")
     with pytest.raises(ValueError, match="Invalid strategy: 'stochastic-plus'; use one of plain, "):
         CollageAdamW(parameters(), strategy="stochastic-plus")
-
-
-def test_what_is_no_strategy_or_no_rule_is_named(added):
     added["collage_agent.strategies"] = {"mine": STRATEGIES["plus"]}
     added["collage_agent.rules"] = {"class": update_rules.LionRule}
-    with pytest.raises(
-        ValueError, match=r"collage_agent\.strategies 'mine' must be a StorageStrategy of that name"
-    ):
+    words = r"collage_agent\.strategies 'mine' must be a StorageStrategy of that name"
+    with pytest.raises(ValueError, match=words):
         CollageAdamW(parameters(), strategy="mine")
     with pytest.raises(ValueError, match=r"collage_agent\.rules 'class' must be an UpdateRule object, not ABCMeta"):
         RuleOptimizer(parameters(), "class")
@@ -91,8 +87,8 @@ def test_the_optimizers_find_and_refuse_what_the_contract_does(entries, monkeypa
 
 
 def test_a_strategy_of_a_package_does_not_replace_one_of_ours(added):
-    other = StorageStrategy("plain", StateStorage.WIDE, StateStorage.WIDE, StateStorage.WIDE)
-    added["collage_agent.strategies"] = {"plain": other}
+    wide = StateStorage.WIDE
+    added["collage_agent.strategies"] = {"plain": StorageStrategy("plain", wide, wide, wide)}
     assert CollageAdamW(parameters(), strategy="plain").param_groups[0]["strategy"] == "plain"
     assert strategies.known_strategy("plain") is STRATEGIES["plain"]
 

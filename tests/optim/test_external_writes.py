@@ -2,18 +2,16 @@
 
 import copy
 import logging
-import weakref
 
-import numpy
 import pytest
 import torch
 from collage_agent.handle import watch
 from collage_optim import STRATEGIES, CollageAdamW, external_writes
 from collage_optim.range_guards import DeferredReads
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.agent.test_no_synchronisation import Listening
-from tests.optim.models import assert_same_bits, copies_of, give_gradients, parameters, train, train_each
+from tests.optim.models import assert_same_bits, copies_of, give_gradients, parameters, train
 
 KEEPING = [name for name, strategy in STRATEGIES.items() if strategy.parameter_state is not None]
 BY_STORAGE = pytest.mark.drawn(by=lambda strategy, **others: (STRATEGIES[strategy].parameter, *others.values()))
@@ -24,33 +22,36 @@ def other(member):
     return torch.randn(member.shape, generator=torch.Generator().manual_seed(7)).mul_(0.02).to(member.dtype)
 
 
-def low_rank(member, scale=1.0):
-    """What a merged adapter adds: B A, of rank 2."""
-    generator = torch.Generator().manual_seed(3)
-    rows, columns = member.shape[0], member.numel() // member.shape[0]
-    left, right = torch.randn(rows, 2, generator=generator), torch.randn(2, columns, generator=generator)
-    return (left @ right).mul_(scale * 0.02).view(member.shape).to(member.dtype)
+def by_copy(member, value):
+    with torch.no_grad():
+        member.copy_(value)
 
 
-def swapped(member):
-    torch.utils.swap_tensors(member, torch.nn.Parameter(other(member)))
+def by_data(member, value):
+    member.data.copy_(value)
 
 
-def rebound(member):
-    member.data = other(member)
+def by_rebinding(member, value):
+    member.data = value.detach().clone(memory_format=torch.preserve_format)
+
+
+def by_swapping(member, value):
+    gradient, member.grad = member.grad, None
+    torch.utils.swap_tensors(member, torch.nn.Parameter(value.detach().clone()))
+    member.grad = gradient
 
 
 WRITES = {
     "zero_()": lambda member: member.zero_(),
     "mul_()": lambda member: member.mul_(0.75),
-    "copy_()": lambda member: member.copy_(other(member)),
+    "copy_()": lambda member: by_copy(member, other(member)),
     "normal_()": lambda member: torch.nn.init.normal_(member, std=0.02),
-    "merged LoRA": lambda member: member.add_(low_rank(member)),
+    "+=": lambda member: member.add_(other(member)),
     ".data.zero_()": lambda member: member.data.zero_(),
     ".data.mul_()": lambda member: member.data.mul_(0.75),
-    ".data +=, merged LoRA": lambda member: member.data.add_(low_rank(member)),
-    ".data =": rebound,
-    "swap_tensors": swapped,
+    ".data +=": lambda member: member.data.add_(other(member)),
+    ".data =": lambda member: by_rebinding(member, other(member)),
+    "swap_tensors": lambda member: by_swapping(member, other(member)),
 }
 
 
@@ -78,6 +79,24 @@ def written_to(members, write):
     return before, copies_of(members)
 
 
+@pytest.fixture(params=["at once", "as on a device"])
+def reads(request, monkeypatch):
+    """What a device would still have to hand to the host, which acts as one; None where all is read at once."""
+    if request.param == "at once":
+        return None
+    coming: list = []
+    monkeypatch.setattr(external_writes, "reads_at_once", lambda device: False)
+    monkeypatch.setattr(DeferredReads, "add", lambda _, value, then: coming.append((value, then)))
+    return coming
+
+
+def arrive(reads):
+    for value, then in reads or ():
+        then(value)
+    if reads:
+        reads.clear()
+
+
 def said(caplog):
     return [line for line in caplog.messages if "somebody else wrote" in line]
 
@@ -93,17 +112,28 @@ def assert_adopted(optimizer, members, before, written):
         assert torch.equal(stored[changed], value.double()[changed])
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(by=lambda strategy, write, reads: (strategy, (write, reads)))
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_write_survives_and_what_was_kept_beside_the_old_weight_goes(strategy, write, caplog):
+def test_a_write_survives_and_what_was_kept_beside_the_old_weight_goes(strategy, write, reads, caplog):
+    """On a device nothing is read for that, and a write through .data is told too late."""
     members, optimizer = trained(strategy)
+    arrive(reads)
     before, written = written_to(members, WRITES[write])
-    with caplog.at_level(logging.WARNING, logger="collage_optim"):
-        step_without_moving(optimizer, members)
-        assert_adopted(optimizer, members, before, written)
-        train(optimizer, members, 2)
     keeps = strategy in KEEPING
+    with caplog.at_level(logging.WARNING, logger="collage_optim"), Listening() as listening:
+        step_without_moving(optimizer, members)
+    if reads is not None:
+        assert {tuple(tensor.shape) for tensor in listening.read} <= {()}
+        assert {float(tensor) for tensor in listening.read} <= {7.0}
+    if reads is not None and keeps and write.startswith((".data.", ".data +")):
+        assert said(caplog) == []
+        arrive(reads)
+        assert ["through .data" in line for line in said(caplog)] == [True]
+        return
+    assert_adopted(optimizer, members, before, written)
+    train(optimizer, members, 2)
+    arrive(reads)
     assert optimizer.external_writes == (len(members) if keeps else 0)
     assert len(said(caplog)) == keeps
 
@@ -137,25 +167,6 @@ def test_a_step_that_fails_is_followed_by_one_that_looks_again():
     assert optimizer.external_writes == 1
 
 
-def by_copy(member, value):
-    with torch.no_grad():
-        member.copy_(value)
-
-
-def by_data(member, value):
-    member.data.copy_(value)
-
-
-def by_rebinding(member, value):
-    member.data = value.detach().clone(memory_format=torch.preserve_format)
-
-
-def by_swapping(member, value):
-    gradient, member.grad = member.grad, None
-    torch.utils.swap_tensors(member, torch.nn.Parameter(value.detach().clone()))
-    member.grad = gradient
-
-
 def exchanged(members, values, exchange=by_copy):
     for member, value in zip(members, values, strict=True):
         exchange(member, value)
@@ -167,12 +178,12 @@ def exchanged(members, values, exchange=by_copy):
 )
 @BY_STORAGE
 @pytest.mark.parametrize("strategy", KEEPING)
-def test_swapping_an_average_in_and_out_leaves_no_trace(strategy, arithmetic, exchange, caplog):
+def test_swapping_an_average_in_and_out_leaves_no_trace(strategy, arithmetic, exchange, reads, caplog):
     if arithmetic == "storage" and STRATEGIES[strategy].is_coded:
         arithmetic = "fp32"
     (members, optimizer), (others, undisturbed) = (trained(strategy, 0, arithmetic=arithmetic) for _ in range(2))
     model = torch.nn.ParameterList(members)
-    average = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for step in range(1, 13):
         give_gradients(members, others, step=step)
         optimizer.step()
@@ -183,6 +194,7 @@ def test_swapping_an_average_in_and_out_leaves_no_trace(strategy, arithmetic, ex
             exchanged(members, copies_of(average.module, torch.bfloat16), exchange)
             exchanged(members, backup, exchange)
     assert_same_bits(optimizer, undisturbed)
+    arrive(reads)
     assert optimizer.external_writes == 0
     assert said(caplog) == []
 
@@ -331,18 +343,15 @@ def test_copies_and_frozen_weights(strategy):
 
 @BY_STORAGE
 @pytest.mark.parametrize("strategy", KEEPING)
-def test_memory_that_a_weight_leaves_is_freed_between_steps(strategy):
+def test_memory_that_a_weight_leaves_is_freed_between_steps(strategy, reads):
     """Whoever moves weights elsewhere between two steps does so for their memory."""
-    memory = numpy.zeros(1 << 15, dtype=numpy.int16)
-    weight = torch.nn.Parameter(torch.from_numpy(memory).view(torch.bfloat16))
-    optimizer = CollageAdamW([weight], lr=1e-3, strategy=strategy, seed=5)
-    train(optimizer, [weight], 2)
-    freed = weakref.ref(memory)
-    values = weight.detach().clone()
-    del memory
-    weight.data = values
-    assert freed() is None
-    train(optimizer, [weight], 1, first=3)
+    members, optimizer = trained(strategy)
+    held = [member.data.untyped_storage()._weak_ref() for member in members]
+    for member in members:
+        member.data = member.data.clone()
+    assert all(map(torch.UntypedStorage._expired, held))
+    train(optimizer, members, 2)
+    arrive(reads)
     assert optimizer.external_writes == 0
 
 
@@ -360,87 +369,19 @@ def test_the_monitor_counts_them():
     assert handle._last.scalars["external_writes"] == 1
 
 
-class TestDevices:
-    """What a device does is done on the host, where nothing may be read during a step."""
-
-    @pytest.fixture(autouse=True)
-    def _as_on_a_device(self, monkeypatch):
-        self.coming: list = []
-        monkeypatch.setattr(external_writes, "reads_at_once", lambda device: False)
-        monkeypatch.setattr(DeferredReads, "add", lambda _, value, then: self.coming.append((value, then)))
-
-    def read(self):
-        for value, then in self.coming:
-            then(value)
-        self.coming.clear()
-
-    @BY_STORAGE
-    @pytest.mark.parametrize(
-        "write", [write for write in WRITES if not write.startswith(".data.") and "+=" not in write]
-    )
-    @pytest.mark.parametrize("strategy", KEEPING)
-    def test_nothing_is_read_and_the_write_survives(self, strategy, write):
-        members, optimizer = trained(strategy)
-        self.read()
-        assert optimizer.external_writes == 0
-        before, written = written_to(members, WRITES[write])
-        with Listening() as listening:
-            step_without_moving(optimizer, members)
-        assert {tuple(tensor.shape) for tensor in listening.read} <= {()}
-        assert {float(tensor) for tensor in listening.read} <= {7.0}
-        assert_adopted(optimizer, members, before, written)
-        self.read()
-        assert optimizer.external_writes == len(members)
-
-    @BY_STORAGE
-    @pytest.mark.parametrize("strategy", KEEPING)
-    def test_data_is_told_too_late(self, strategy, caplog):
-        members, optimizer = trained(strategy)
-        self.read()
-        for member in members:
-            member.data.mul_(0.5)
-        step_without_moving(optimizer, members)
-        assert said(caplog) == []
-        self.read()
-        assert len(said(caplog)) == 1
-        assert "through .data" in said(caplog)[0]
-
-    @BY_STORAGE
-    @pytest.mark.parametrize("strategy", KEEPING)
-    def test_swap_and_restore(self, strategy):
-        (members, optimizer), (_, undisturbed) = trained(strategy), trained(strategy)
-        backup, _ = written_to(members, WRITES["zero_()"])
-        exchanged(members, backup)
-        train_each((optimizer, undisturbed), 3)
-        assert_same_bits(optimizer, undisturbed)
-        self.read()
-        assert optimizer.external_writes == 0
-
-    @pytest.mark.parametrize("by_address", [True, False])
-    def test_views_by_address_are_made_where_they_can_be_had(self, monkeypatch, by_address):
-        """Where torch has another way, they are made for each step."""
-        external_writes._views_by_address.cache_clear()
-        if not by_address:
-            monkeypatch.delattr(torch._C, "_construct_storage_from_data_pointer")
-        members, optimizer = trained("plus")
-        external_writes._views_by_address.cache_clear()
-        kept = [len(sample.views) for sample in optimizer._external_writes._samples]
-        assert sum(kept) == (len(members) if by_address else 0)
-        members[0].data.mul_(0.5)
-        train(optimizer, members, 1)
-        told = [value for value, then in self.coming if then == optimizer._external_writes._tell_too_late]
-        assert any(map(bool, told[-len(kept) :]))
-        assert not any(map(bool, told[: -len(kept)]))
-
-    @pytest.mark.parametrize("strategy", ["plus", "split-master"])
-    def test_what_is_looked_at_keeps_no_memory_of_a_weight_alive(self, strategy):
-        """A model that goes elsewhere between two steps gives its memory back at once."""
-        members, optimizer = trained(strategy)
-        train(optimizer, members, 2)
-        held = [member.data.untyped_storage()._weak_ref() for member in members]
-        for member in members:
-            member.data = member.data.clone()
-        assert all(map(torch.UntypedStorage._expired, held))
-        train(optimizer, members, 2)
-        self.read()
-        assert optimizer.external_writes == 0
+@pytest.mark.parametrize("reads", ["as on a device"], indirect=True)
+@pytest.mark.parametrize("by_address", [True, False])
+def test_views_by_address_are_made_where_they_can_be_had(monkeypatch, reads, by_address):
+    """Where torch has another way, they are made for each step."""
+    external_writes._views_by_address.cache_clear()
+    if not by_address:
+        monkeypatch.delattr(torch._C, "_construct_storage_from_data_pointer")
+    members, optimizer = trained("plus")
+    external_writes._views_by_address.cache_clear()
+    kept = [len(sample.views) for sample in optimizer._external_writes._samples]
+    assert sum(kept) == (len(members) if by_address else 0)
+    members[0].data.mul_(0.5)
+    train(optimizer, members, 1)
+    told = [value for value, then in reads if then == optimizer._external_writes._tell_too_late]
+    assert any(map(bool, told[-len(kept) :]))
+    assert not any(map(bool, told[: -len(kept)]))

@@ -8,7 +8,7 @@ from collage_optim import CollageAdamW, StateStorage, StorageStrategy, integer_c
 from collage_optim.arithmetic import WideArithmetic
 from collage_optim.random_numbers import RandomBits, Seeding
 
-from tests.optim.models import copies_of
+from tests.optim.models import copies_of, walk
 from tests.reference.stored import reference_value
 
 WIDE = WideArithmetic()
@@ -95,9 +95,7 @@ def test_the_maximum_of_amsgrad_does_not_forget_a_nan(strategy, bits):
     lost = of_bits(bits << 16).bfloat16()
     parameter = torch.nn.Parameter(torch.ones(65, dtype=torch.bfloat16))
     optimizer = CollageAdamW([parameter], strategy=strategy, amsgrad=True)
-    for gradient in (1.0, lost, 1.0, 1.0):
-        parameter.grad = torch.ones_like(parameter).mul_(gradient)
-        optimizer.step()
+    walk(optimizer, 1.0, lost, 1.0, 1.0)
     assert integer_codes.stored_value(optimizer.state[parameter], "max_exp_avg_sq").isnan().all()
 
 
@@ -135,18 +133,18 @@ def test_roots_of_what_is_too_large_are_the_largest():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("storage", "second"),
+    ("storage", "second", "gaps"),
     [
-        ("ROOT", True),
-        ("SPLIT_24", False),
-        ("BLOCKS", True),
-        ("BLOCKS", False),
-        ("BLOCKS_16", True),
-        ("BLOCKS_6", False),
-        ("BLOCKS_10", True),
+        ("ROOT", True, 2.0**-8),
+        ("SPLIT_24", False, 2.0**-15),
+        ("BLOCKS", True, 1 / 255),
+        ("BLOCKS", False, 1 / 127),
+        ("BLOCKS_16", True, 1 / 65535),
+        ("BLOCKS_6", False, 1 / 31),
+        ("BLOCKS_10", True, 1 / 1024),
     ],
 )
-def test_rounded_at_random_the_mean_is_right(storage, second):
+def test_rounded_at_random_the_mean_is_right(storage, second, gaps):
     """1,280 numbers, 400 steps each: the mean is within four 400ths of a gap, as even spreading says."""
     generator = torch.Generator().manual_seed(2)
     value = torch.randn(1280, generator=generator).mul_(1e-3)
@@ -159,13 +157,9 @@ def test_rounded_at_random_the_mean_is_right(storage, second):
     for step in range(400):
         integer_codes.store(WIDE, value.clone(), seen, name, StateStorage[storage], draws(value, step=step))
         found = reference_value(state, name)
-        found = found.sqrt() if second else found
-        total += found
+        total += found.sqrt() if second else found
     exact = value.double().sqrt() if second else value.double()
-    levels = {"BLOCKS_16": 65535, "BLOCKS_6": 31, "BLOCKS_10": 1024}
-    gap = exact.abs().max() * 2 / levels.get(storage, 255 if second else 127)
-    if "BLOCKS" not in storage:
-        gap = exact.abs() * (2.0**-8 if storage == "ROOT" else 2.0**-15)
+    gap = exact.abs() * gaps if "BLOCKS" not in storage else exact.abs().max() * 2 * gaps
     assert ((total / 400 - exact).abs() <= gap * 4 / 400).all()
 
 
@@ -227,9 +221,7 @@ def test_a_conversion_to_24_bits_takes_the_nearest_beside_the_visible_weight(sou
     torch.manual_seed(seed)
     weight = torch.nn.Parameter((torch.randn(50_000) * scale).bfloat16())
     optimizer = CollageAdamW([weight], lr=3e-3 * scale, strategy=source)
-    for _ in range(6):
-        weight.grad = torch.randn(weight.shape).bfloat16()
-        optimizer.step()
+    walk(optimizer, *torch.randn(6, 50_000))
     (other,) = copies_of([weight])
     target = CollageAdamW([other], strategy="split-24bit-8bit")
     target.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -283,10 +275,7 @@ def test_tiny_weights_train_as_others_do(strategy):
         generator = torch.Generator().manual_seed(5)
         weight = torch.nn.Parameter(((torch.rand(500, generator=generator) + 1) * scale).bfloat16())
         optimizer = CollageAdamW([weight], lr=2.0**-10 * scale, strategy=strategy, weight_decay=0, seed=7)
-        for _ in range(20):
-            weight.grad = torch.randn(500, generator=generator).bfloat16()
-            optimizer.step()
-        paths.append(integer_codes.stored_value(optimizer.state[weight], "parameter", weight) / scale)
+        paths.append(walk(optimizer, *torch.randn(20, 500, generator=generator)) / scale)
     assert torch.equal(*paths)
 
 

@@ -7,7 +7,7 @@ import torch
 from collage_optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD
 
 from tests.forking import TORCH, run_forked
-from tests.optim.models import assert_same_bits, give_gradients, parameters, train
+from tests.optim.models import assert_same_bits, give_gradients, parameters, train, train_each, walk
 
 BAD_OPTIONS = [
     ({"lr": float("nan")}, "Invalid learning rate: nan"),
@@ -104,9 +104,7 @@ def test_the_default_strategy_is_the_one_that_is_advised_for_the_dtype(kind, dty
     assert [group["strategy"] for group in optimizer.param_groups] == [strategy or published, "plain"]
     optimizer = kind.from_optimizer(optimizer, **options)
     assert [group["strategy"] for group in optimizer.param_groups] == [strategy or published, "plain"]
-    member.grad = torch.ones_like(member)
-    optimizer.step()
-    assert (optimizer.stored_parameter(member) < 1).all()
+    assert (walk(optimizer, 1.0) < 1).all()
 
 
 def test_groups_may_differ_in_strategy():
@@ -119,6 +117,12 @@ def test_groups_may_differ_in_strategy():
     assert optimizer.strategy == "plus"
 
 
+def beside_torch(groups=lambda members: members):
+    """torch's AdamW, and ours in storage arithmetic, which has its bits."""
+    ours = CollageAdamW(groups(parameters()), strategy="plain", arithmetic="storage")
+    return torch.optim.AdamW(groups(parameters()), foreach=False), ours
+
+
 @pytest.mark.parametrize(
     "scheduler",
     [
@@ -128,21 +132,21 @@ def test_groups_may_differ_in_strategy():
     ],
 )
 def test_schedulers_drive_the_learning_rate(scheduler):
-    theirs, ours = parameters(), parameters()
-    reference = torch.optim.AdamW(theirs, foreach=False)
-    optimizer = CollageAdamW(ours, strategy="plain", arithmetic="storage")
-    for own, members in ((reference, theirs), (optimizer, ours)):
-        driving = scheduler(own)
-        for step in range(8):
-            train(own, members, 1, first=step)
+    both = beside_torch()
+    schedulers = [scheduler(own) for own in both]
+    for step in range(8):
+        train_each(both, 1, first=step)
+        for driving in schedulers:
             driving.step()
-    assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
-    assert_same_bits(reference, optimizer)
+    assert both[0].param_groups[0]["lr"] == both[1].param_groups[0]["lr"]
+    assert_same_bits(*both)
 
 
-def test_closures_are_evaluated_with_gradients():
-    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+def test_closures_are_evaluated_with_gradients_and_step_hooks_fire_once():
+    weight, calls = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16)), []
     optimizer = CollageAdamW([weight], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
 
     def closure():
         optimizer.zero_grad()
@@ -153,16 +157,7 @@ def test_closures_are_evaluated_with_gradients():
     losses = [float(optimizer.step(closure)) for _ in range(5)]
     assert losses[0] == 4
     assert losses == sorted(losses, reverse=True)
-
-
-def test_step_hooks_fire_once():
-    members = parameters()
-    optimizer = CollageAdamW(members)
-    calls = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    train(optimizer, members, 1)
-    assert calls == ["before", "after"]
+    assert calls == ["before", "after"] * 5
 
 
 @pytest.mark.parametrize("strategy", ["plus", "stochastic"])
@@ -186,16 +181,10 @@ def test_parameters_without_gradient_and_the_random_numbers_of_the_training_are_
 
 
 def test_options_by_group():
-    theirs, ours = parameters(), parameters()
-
-    def groups(members):
-        return [{"params": members[:2], "lr": 1e-2, "weight_decay": 0.5}, {"params": members[2:], "eps": 1e-4}]
-
-    reference = torch.optim.AdamW(groups(theirs), foreach=False)
-    optimizer = CollageAdamW(groups(ours), strategy="plain", arithmetic="storage")
-    train(reference, theirs, 10)
-    train(optimizer, ours, 10)
-    assert_same_bits(reference, optimizer)
+    apart = {"lr": 1e-2, "weight_decay": 0.5}, {"eps": 1e-4}
+    both = beside_torch(lambda members: [{"params": members[:2], **apart[0]}, {"params": members[2:], **apart[1]}])
+    train_each(both, 10)
+    assert_same_bits(*both)
 
 
 @pytest.mark.parametrize(

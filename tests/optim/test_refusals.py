@@ -1,6 +1,7 @@
 """What is refused by name: checkpoints of something else, changes that states cannot follow; what is adopted."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,7 @@ from tests.optim.models import (
     copies_of,
     give_gradients,
     parameters,
-    tensors_of,
     train,
-    train_each,
 )
 from tests.optim.test_state import refusal
 
@@ -25,7 +24,9 @@ OURS = {
     "SGD": (CollageSGD, MOMENTUM),
     "SGD, no momentum": (CollageSGD, {}),
 }
-TORCH = {name: (getattr(torch.optim, name), {}) for name in ("AdamW", "Adam", "NAdam", "Adamax", "RMSprop")}
+TORCH: dict[str, Any] = {
+    name: (getattr(torch.optim, name), {}) for name in ("AdamW", "Adam", "NAdam", "Adamax", "RMSprop")
+}
 TORCH |= {"SGD": (torch.optim.SGD, MOMENTUM), "SGD, no momentum": (torch.optim.SGD, {})}
 
 
@@ -73,20 +74,6 @@ def test_a_refusal_says_what_was_found_and_what_is_needed():
         CollageAdamW(members).load_state_dict(saved)
 
 
-@pytest.mark.drawn
-@pytest.mark.parametrize("source", [CollageAdamW, torch.optim.AdamW])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_state_of_another_shape_is_refused(strategy, source):
-    wide, tall = parameters(shapes=((4, 8),)), parameters(shapes=((8, 4),))
-    saved = stepped((source, {}), wide).state_dict()
-    optimizer = CollageAdamW([("head.weight", tall[0])], strategy=strategy)
-    with pytest.raises(
-        ValueError, match=r"parameter 0 holds exp_avg of shape \(4, 8\), its weight has shape \(8, 4\)"
-    ):
-        optimizer.load_state_dict(saved)
-    assert not optimizer.state
-
-
 @pytest.mark.parametrize(
     ("size", "more", "words"),
     [
@@ -114,13 +101,10 @@ def test_torch_forms_in_a_group_are_answered_as_in_the_constructor(option):
 
 def assert_nothing_moves(optimizer, members, kind, words):
     give_gradients(members, step=50)
-    before = {key: value.clone() for key, value in tensors_of(optimizer).items()}
+    before = copy.deepcopy(optimizer)
     with pytest.raises(kind, match=words):
         optimizer.step()
-    after = tensors_of(optimizer)
-    assert before.keys() == after.keys()
-    for key, value in before.items():
-        assert torch.equal(value, after[key]), key
+    assert_same_bits(before, optimizer)
 
 
 @pytest.mark.drawn
@@ -157,26 +141,13 @@ def test_a_half_precision_model_goes_on_through_a_checkpoint(strategy):
     halves = copies_of(members, torch.float16)
     target = "light" if strategy in ("plus", "full") or STRATEGIES[strategy].is_coded else strategy
     resumed = CollageAdamW(halves, strategy=target)
-    resumed.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if target == "light":
+        # What completed a weight of another format is left.
+        assert all(torch.equal(resumed.stored_parameter(half), half.double()) for half in halves)
     train(resumed, halves, 2)
     for member in halves:
         torch.testing.assert_close(resumed.stored_parameter(member).half(), member.detach(), rtol=2**-9, atol=1e-6)
-
-
-@pytest.mark.drawn
-@pytest.mark.parametrize("target", STRATEGIES)
-@pytest.mark.parametrize("source", STRATEGIES)
-def test_another_strategy_after_construction_is_adopted_as_a_checkpoint_would_be(source, target):
-    members = parameters()
-    optimizer = CollageAdamW(members, strategy=source, seed=5)
-    train(optimizer, members, 4)
-    others = copies_of(members)
-    loaded = CollageAdamW(others, strategy=target)
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    optimizer.param_groups[0]["strategy"] = target
-    train_each((optimizer, loaded), 2, first=5)
-    assert_same_bits(optimizer, loaded)
-    assert optimizer.external_writes == loaded.external_writes == 0
 
 
 def test_a_strategy_that_does_not_exist_moves_nothing():

@@ -10,8 +10,7 @@ from collage_agent.handle import watch
 from collage_optim import RuleOptimizer
 
 from tests.agent.training import gpt_loss, small_gpt, train
-from tests.optim.models import assert_same_bits, give_gradients, parameters
-from tests.optim.models import train as give_steps
+from tests.optim.models import assert_same_bits, copies_of, give_gradients, parameters, train_each, walk
 from tests.reference.streams import noisy_gradients
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-12, "weight_decay": 0.1}
@@ -74,47 +73,35 @@ def follows_fp64(strategy, arithmetic="fp32", within=0.02):
     optimizer = RuleOptimizer([member], "adabelief", strategy=strategy, arithmetic=arithmetic, **OPTIONS)
     gradients = list(noisy_gradients(512, 60))
     expected = steps_in_fp64(member, gradients)[-1]
-    for gradient in gradients:
-        member.grad = gradient.clone()
-        optimizer.step()
-    error = (optimizer.stored_parameter(member) - expected).norm() / (expected - start).norm()
+    error = (walk(optimizer, *gradients) - expected).norm() / (expected - start).norm()
     assert error < within, (strategy, arithmetic, error)
 
 
 def compiles_to_the_same_bits():
-    first, second = parameters(), parameters()
-    eager = RuleOptimizer(first, "adabelief", strategy="plus", **OPTIONS)
-    compiled = RuleOptimizer(second, "adabelief", strategy="plus", compiled=True, **OPTIONS)
-    give_steps(eager, first, 5)
-    give_steps(compiled, second, 5)
+    eager, compiled = (
+        RuleOptimizer(parameters(), "adabelief", strategy="plus", compiled=form, **OPTIONS) for form in (None, True)
+    )
+    train_each((eager, compiled), 5)
     assert_same_bits(eager, compiled)
 
 
 def steps_inside_a_compiled_step_of_the_user():
-    first, second = parameters(), parameters()
-    plain, wrapped = (
-        RuleOptimizer(members, "adabelief", strategy="plus", **OPTIONS) for members in (first, second)
-    )
+    plain, wrapped = (RuleOptimizer(parameters(), "adabelief", strategy="plus", **OPTIONS) for _ in range(2))
+    train_each((plain,), 2)
     step = torch.compile(wrapped.step, backend="eager")
-    for number in range(2):
-        give_gradients(first, second, step=number)
-        plain.step()
+    for number in (1, 2):
+        give_gradients(wrapped.param_groups[0]["params"], step=number)
         step()
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
+    assert_same_bits(plain, wrapped)
 
 
 def resumes():
-    members = parameters()
-    optimizer = RuleOptimizer(members, "adabelief", strategy="plus", **OPTIONS)
-    give_steps(optimizer, members, 3)
-    others = [torch.nn.Parameter(member.detach().clone()) for member in members]
-    resumed = RuleOptimizer(others, "adabelief", strategy="plus")
+    optimizer = RuleOptimizer(members := parameters(), "adabelief", strategy="plus", **OPTIONS)
+    train_each((optimizer,), 3)
+    resumed = RuleOptimizer(copies_of(members), "adabelief", strategy="plus")
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     whole = pickle.loads(pickle.dumps(optimizer))
-    copies = whole.param_groups[0]["params"]
-    for own, its in ((optimizer, members), (resumed, others), (whole, copies)):
-        give_steps(own, its, 3, first=3)
+    train_each((optimizer, resumed, whole), 3, first=4)
     assert_same_bits(optimizer, resumed)
     assert_same_bits(optimizer, whole)
 
@@ -133,12 +120,12 @@ def is_watched():
 
 
 def refuses_what_it_has_not():
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"momentum": 0.9}, "rule 'adabelief' has no option momentum; it has lr, betas, eps"),
-        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
-        ({"rule": "adan"}, "Invalid rule: 'adan'; use one of adabelief"),
-        ({"strategy": "pluss"}, "Invalid strategy: 'pluss'; use one of plain"),
+    refused: list[tuple[str, Any, str]] = [
+        ("momentum", 0.9, "rule 'adabelief' has no option momentum; it has lr, betas, eps"),
+        ("lr", -1.0, "Invalid learning rate: -1.0"),
+        ("rule", "adan", "Invalid rule: 'adan'; use one of adabelief"),
+        ("strategy", "pluss", "Invalid strategy: 'pluss'; use one of plain"),
     ]
-    for options, words in refused:
+    for name, value, words in refused:
         with pytest.raises((TypeError, ValueError), match=words):
-            RuleOptimizer(parameters(), **({"rule": "adabelief"} | options))
+            RuleOptimizer(parameters(), **{"rule": "adabelief", name: value})

@@ -13,7 +13,7 @@ from collage_optim import STRATEGIES, CollageAdamW
 from collage_monitor.strategies import strategy
 from tests.agent.training import gpt_loss, small_gpt, train
 from tests.audit.checkpoints import saved, trained
-from tests.optim.models import assert_same_bits
+from tests.optim.models import assert_same_bits, train_each
 from tests.reference.adamw import ReferenceAdamW
 from tests.reference.streams import noisy_gradients, start_of
 
@@ -62,10 +62,7 @@ def resumes_and_converts():
     other = copy.deepcopy(model)
     resumed = made(other.parameters())
     resumed.load_state_dict(checkpoint)
-    for members, own in ((list(model.parameters()), optimizer), (list(other.parameters()), resumed)):
-        for member in members:
-            member.grad = torch.full_like(member, 1e-3)
-        own.step()
+    train_each((optimizer, resumed), 1)
     assert_same_bits(optimizer, resumed)
     converted = made(copy.deepcopy(model).parameters(), "plus")
     converted.load_state_dict(checkpoint)

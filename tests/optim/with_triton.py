@@ -10,6 +10,7 @@ PART is a function of this module, and what follows its arguments.
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import random
@@ -114,38 +115,34 @@ def eager_and_kernel(make, weights, steps, gradient_dtype):
     return optimizers
 
 
-def drawn_pairs(seed, part, rules=RULES):
-    """Each rule with each strategy: what is drawn by the seed, and the optimizer's class and options.
+def part_of(*rules):
+    """Makes a part of the check of a pair: prints how much was checked of the rules with each strategy.
 
-    part: a number; of the pairs, one in so many is looked at, so that each rule and each strategy comes up.
+    share: of the pairs one in so many is looked at, so that each rule and each strategy comes up.
     """
-    for number, rule in enumerate(rules):
-        for place, strategy in enumerate(STRATEGIES):
-            if (number + place + int(seed)) % int(part):
-                continue
-            draw = random.Random(f"{seed} {rule} {strategy}")
-            torch.manual_seed(draw.randrange(2**32))
-            kind, own = RULES[rule]
-            yield draw, rule, kind, {**own, **drawn_options(draw, rule), "strategy": strategy}
+
+    def part_of_check(check):
+        def part(seed, share):
+            found = 0
+            for (number, rule), (place, strategy) in itertools.product(enumerate(rules), enumerate(STRATEGIES)):
+                if (number + place + int(seed)) % int(share):
+                    continue
+                draw = random.Random(f"{seed} {rule} {strategy}")
+                torch.manual_seed(draw.randrange(2**32))
+                kind, own = RULES[rule]
+                options = {**own, **drawn_options(draw, rule), "strategy": strategy}
+                try:
+                    found += check(draw, kind, options)
+                except Exception as error:
+                    raise AssertionError(f"{rule}, {options}") from error
+            sys.stdout.write(f"{found}\n")
+
+        return part
+
+    return part_of_check
 
 
-def of_each_pair(check):
-    """A part: checks each rule with each strategy, and prints how much was. A failure says which it was of."""
-
-    @functools.wraps(check)
-    def part(seed, share="1", rules=RULES):
-        found = 0
-        for draw, rule, kind, options in drawn_pairs(seed, share, rules):
-            try:
-                found += check(draw, kind, options)
-            except Exception as error:
-                raise AssertionError(f"{rule}, {options}") from error
-        sys.stdout.write(f"{found}\n")
-
-    return part
-
-
-@of_each_pair
+@part_of(*RULES)
 def law(draw, kind, options):
     """Every rule with every strategy: the kernel's bits are the eager step's. The seed draws all else: shapes,
     alignments, dtypes of weights and gradients, and options."""
@@ -232,7 +229,7 @@ def by_kernel(optimizer):
         optimizer.step()
 
 
-@of_each_pair
+@part_of(*RULES)
 def totals(draw, kind, options):
     """What kernels add up is what the agent measures of whole tensors after eager steps: counts to the last, sums
     within fp64's rounding, and the bits of the step; of tails, several chunks, NaN."""
@@ -287,23 +284,6 @@ def not_finite():
             torch.testing.assert_close(kernel, eager, rtol=0, atol=0, equal_nan=True, msg=strategy)
 
 
-def scaled(seed, share):
-    """Steps counted on a device, under a GradScaler that skips one, of rates that are tensors there: the bits of
-    eager steps after `unscale_`. A parameter has no gradient at first, so that counters differ, but not with random
-    bits: eager steps join small tensors by their counters, which a host does not know here."""
-    of_each_pair(same_after_scaling)(seed, share, ("AdamW", "Lion", "momentum", "Nesterov"))
-
-
-def same_after_scaling(draw, kind, options):
-    weights = drawn_weights(draw, torch.bfloat16)
-    if (eager := eager_of(kind, weights, options)) is None:
-        return 0
-    with kernels(True):
-        counted = kind(like(weights), **options, lr=torch.tensor(1e-3), fused=True)
-    assert_same_after_scaling((eager, counted), draw.choice((torch.bfloat16, torch.float32)))
-    return 1
-
-
 def eager_of(kind, weights, options):
     """An optimizer whose steps no kernel makes, its rate a tensor; None: there is no such pair."""
     with contextlib.suppress(ValueError), kernels(False):
@@ -311,27 +291,41 @@ def eager_of(kind, weights, options):
     return None
 
 
-def assert_same_after_scaling(optimizers, dtype):
-    scalers = [torch.amp.GradScaler("cpu", init_scale=3.0 * 2**10) for _ in optimizers]
+@part_of("AdamW", "Lion", "momentum", "Nesterov")
+def scaled(draw, kind, options):
+    """Steps counted on a device, under a GradScaler that skips one, of rates that are tensors there: the bits of
+    eager steps after `unscale_`. A parameter has no gradient at first, so that counters differ, but not with random
+    bits: eager steps join small tensors by their counters, which a host does not know here."""
+    drawn = drawn_weights(draw, torch.bfloat16)
+    if (eager := eager_of(kind, drawn, options)) is None:
+        return 0
+    with kernels(True):
+        counted = kind(like(drawn), **options, lr=torch.tensor(1e-3), fused=True)
+    dtype = draw.choice((torch.bfloat16, torch.float32))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=3.0 * 2**10) for _ in range(2)]
     for step in range(4):
-        drawn = [torch.randn(weight.shape) * 1e-2 for weight in optimizers[0].param_groups[0]["params"]]
-        for device_is_there, (optimizer, scaler) in enumerate(zip(optimizers, scalers, strict=True)):
+        gradients = [torch.randn(weight.shape) * 1e-2 for weight in drawn]
+        for optimizer, scaler in zip((eager, counted), scalers, strict=True):
             scaler.scale(torch.ones(()))
             weights = optimizer.param_groups[0]["params"]
-            for place, (weight, gradient) in enumerate(zip(weights, drawn, strict=True)):
+            for place, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
                 weight.grad_dtype = dtype
                 late = place == 1 and step == 0 and not STRATEGIES[optimizer.strategy].stochastic
                 weight.grad = None if late else (gradient * 3 * 2**10).to(dtype)
             if step == 2:
                 weights[0].grad.view(-1)[:1] = torch.inf
-            with kernels(bool(device_is_there)):
+            with kernels(optimizer is counted):
                 optimizer.param_groups[0]["lr"] *= 0.75
                 scaler.step(optimizer)
             scaler.update(3.0 * 2**10)
-    eager, on_device = optimizers
-    for members in zip(*(own.param_groups[0]["params"] for own in optimizers), strict=True):
-        assert eager.state[members[0]]["step"] == on_device.state[members[1]]["step"]
-    assert_same_bits(eager, on_device)
+    assert_same_bits_and_counters(eager, counted)
+    return 1
+
+
+def assert_same_bits_and_counters(eager, counted):
+    for one, other in zip(*(own.param_groups[0]["params"] for own in (eager, counted)), strict=True):
+        assert eager.state[one]["step"] == counted.state[other]["step"]
+    assert_same_bits(eager, counted)
 
 
 class Graph(TorchDispatchMode):
@@ -396,44 +390,34 @@ def captured(graph):
             yield
 
 
-def graphs(seed, share):
+@part_of("AdamW", "Lion", "momentum")
+def graphs(draw, kind, options):
     """A step that a graph took, and its replays: the bits of as many eager steps, with gradients where they were,
     a rate that is a tensor, and a GradScaler's verdict that skips one."""
-    of_each_pair(same_from_graph)(seed, share, ("AdamW", "Lion", "momentum"))
-
-
-def same_from_graph(draw, kind, options):
     weights = [torch.nn.Parameter((torch.randn(size) * 0.02).bfloat16()) for size in (1, 130, 1040)]
     if (eager := eager_of(kind, weights, options)) is None:
         return 0
     with kernels(True):
-        assert_same_from_graph(eager, kind(like(weights), **options, lr=torch.tensor(1e-3), capturable=True))
+        counted = kind(like(weights), **options, lr=torch.tensor(1e-3), capturable=True)
+        counted.found_inf, counted.grad_scale = torch.zeros(()), torch.ones(())
+        graph = Graph()
+        for step in range(5):
+            for one, other in zip(*(own.param_groups[0]["params"] for own in (eager, counted)), strict=True):
+                one.grad = (torch.randn(one.shape) * 1e-2).bfloat16()
+                # A graph reads gradients where they were when it was captured.
+                other.grad = one.grad.clone() if step < 2 else other.grad.copy_(one.grad)
+            for optimizer in (eager, counted):
+                optimizer.param_groups[0]["lr"].mul_(0.75)
+            counted.found_inf.fill_(step == 3)
+            if step != 3:
+                eager.step()
+            if step > 1:
+                graph.replay()
+            else:
+                with captured(graph) if step else contextlib.nullcontext():
+                    counted.step()
+    assert_same_bits_and_counters(eager, counted)
     return 1
-
-
-def assert_same_from_graph(eager, counted):
-    pairs = list(zip(*(own.param_groups[0]["params"] for own in (eager, counted)), strict=True))
-    counted.found_inf, counted.grad_scale = torch.zeros(()), torch.ones(())
-    graph = Graph()
-    for step in range(5):
-        for one, other in pairs:
-            one.grad = (torch.randn(one.shape) * 1e-2).bfloat16()
-            # A graph reads gradients where they were when it was captured.
-            other.grad = one.grad.clone() if step < 2 else other.grad.copy_(one.grad)
-        eager.param_groups[0]["lr"].mul_(0.75)
-        counted.param_groups[0]["lr"].mul_(0.75)
-        counted.found_inf.fill_(step == 3)
-        if step != 3:
-            eager.step()
-        if step == 0:
-            counted.step()
-        elif step == 1:
-            with captured(graph):
-                counted.step()
-        else:
-            graph.replay()
-    assert all(eager.state[one]["step"] == counted.state[other]["step"] for one, other in pairs)
-    assert_same_bits(eager, counted)
 
 
 def first_in_a_graph():

@@ -19,9 +19,7 @@ class ReferenceAdamW:
         self.parameter = parameter.detach().double().clone()
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.amsgrad, self.maximize = amsgrad, maximize
-        self.first = torch.zeros_like(self.parameter)
-        self.second = torch.zeros_like(self.parameter)
-        self.largest = torch.zeros_like(self.parameter)
+        self.first = self.second = self.largest = torch.zeros_like(self.parameter)
         self.steps = 0
 
     def step(self, gradient: torch.Tensor) -> torch.Tensor:

@@ -9,66 +9,37 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import cache
+from typing import Any
 
 import numpy as np
 
-ELEMENTS = {
-    "bf16": (8, 7, None),
-    "fp16": (5, 10, None),
-    "fp8_e4m3": (4, 3, 448),
-    "fp8_e5m2": (5, 2, 57344),
-    "fp8_tensor": (4, 3, 448),
-    "fp8_block128": (4, 3, 448),
-    "fp8_block128_ue8m0": (4, 3, 448),
-    "mxfp8": (4, 3, 448),
-    "nvfp4": (2, 1, 6),
-    "nvfp4_2d": (2, 1, 6),
-}
-"""Exponent bits, mantissa bits, and where numbers saturate; None: they overflow to infinity."""
-INTEGERS = {
-    "int8_tensor": (-128, 127),
-    "int8_channel": (-128, 127),
-    "int4_channel": (-8, 7),
-    "int4_group32": (-8, 7),
-    "int4_group128": (-8, 7),
-    "uint4_group32": (0, 15),
-}
-"""The first and the last code; from 0 on, codes have a zero point."""
-FORMATS = (*ELEMENTS, *INTEGERS)
 WHOLE_ROW = 2**62
-TILE = {
-    "fp8_tensor": None,
-    "fp8_block128": (128, 128),
-    "fp8_block128_ue8m0": (128, 128),
-    "mxfp8": (1, 32),
-    "nvfp4": (1, 16),
-    "nvfp4_2d": (16, 16),
-    "int8_tensor": None,
-    "int8_channel": (1, WHOLE_ROW),
-    "int4_channel": (1, WHOLE_ROW),
-    "int4_group32": (1, 32),
-    "int4_group128": (1, 128),
-    "uint4_group32": (1, 32),
+_TABLE = {
+    "bf16": ((8, 7, None), (), (2, 0)),
+    "fp16": ((5, 10, None), (), (2, 0)),
+    "fp8_e4m3": ((4, 3, 448), (), (1, 0)),
+    "fp8_e5m2": ((5, 2, 57344), (), (1, 0)),
+    "fp8_tensor": ((4, 3, 448), None, (1, 0)),
+    "fp8_block128": ((4, 3, 448), (128, 128), (1, 4)),
+    "fp8_block128_ue8m0": ((4, 3, 448), (128, 128), (1, 1)),
+    "mxfp8": ((4, 3, 448), (1, 32), (1, 1)),
+    "nvfp4": ((2, 1, 6), (1, 16), (0.5, 1)),
+    "nvfp4_2d": ((2, 1, 6), (16, 16), (0.5, 1)),
+    "int8_tensor": ((-128, 127), None, (1, 0)),
+    "int8_channel": ((-128, 127), (1, WHOLE_ROW), (1, 0)),
+    "int4_channel": ((-8, 7), (1, WHOLE_ROW), (0.5, 0)),
+    "int4_group32": ((-8, 7), (1, 32), (0.5, 4)),
+    "int4_group128": ((-8, 7), (1, 128), (0.5, 4)),
+    "uint4_group32": ((0, 15), (1, 32), (0.5, 5)),
 }
+FORMATS = tuple(_TABLE)
+ELEMENTS: dict[str, Any] = {name: numbers for name, (numbers, _, _) in _TABLE.items() if len(numbers) == 3}
+"""Exponent bits, mantissa bits, and where numbers saturate; None: they overflow to infinity."""
+INTEGERS: dict[str, Any] = {name: numbers for name, (numbers, _, _) in _TABLE.items() if len(numbers) == 2}
+"""The first and the last code; from 0 on, codes have a zero point."""
+TILE: dict[str, Any] = {name: tile for name, (_, tile, _) in _TABLE.items() if tile != ()}
 """Rows and columns that share a scale in formats that have some; None: all of the tensor."""
-BYTES = {
-    "bf16": (2, 0),
-    "fp16": (2, 0),
-    "fp8_e4m3": (1, 0),
-    "fp8_e5m2": (1, 0),
-    "fp8_tensor": (1, 0),
-    "fp8_block128": (1, 4),
-    "fp8_block128_ue8m0": (1, 1),
-    "mxfp8": (1, 1),
-    "nvfp4": (0.5, 1),
-    "nvfp4_2d": (0.5, 1),
-    "int8_tensor": (1, 0),
-    "int8_channel": (1, 0),
-    "int4_channel": (0.5, 0),
-    "int4_group32": (0.5, 4),
-    "int4_group128": (0.5, 4),
-    "uint4_group32": (0.5, 5),
-}
+BYTES = {name: sizes for name, (_, _, sizes) in _TABLE.items()}
 """Of a code, and of a tile's scale with its zero point; those of a channel and a whole tensor do not count."""
 
 
@@ -85,8 +56,7 @@ def numbers(name: str) -> np.ndarray:
         value = Fraction(mantissa, 2**mantissa_bits) + (1 if field else 0)
         found.append(float(value * Fraction(2) ** (max(field, 1) - bias)))
     grid = np.array(found)
-    kept: np.ndarray = grid if largest is None else grid[grid <= largest]
-    return kept
+    return grid if largest is None else np.asarray(grid[grid <= largest])
 
 
 def nearest(values: np.ndarray, name: str) -> np.ndarray:
@@ -101,8 +71,7 @@ def nearest(values: np.ndarray, name: str) -> np.ndarray:
     found = grid[chosen]
     if ELEMENTS[name][2] is None:
         found = np.where(chosen == len(grid) - 1, np.inf, found)
-    signed: np.ndarray = np.copysign(found, values)
-    return signed
+    return np.asarray(np.copysign(found, values))
 
 
 def copy_of(rows: np.ndarray, name: str, largest: float | None = None) -> np.ndarray:
@@ -113,8 +82,7 @@ def copy_of(rows: np.ndarray, name: str, largest: float | None = None) -> np.nda
             rows = nearest(rows, route)
         zero_points = [_zero_point(group) for group in rows.reshape(-1, 32)]
         numbers = numbers - np.repeat(zero_points, 32).reshape(rows.shape)
-    found: np.ndarray = numbers * (scales * of_tensor)
-    return found
+    return np.asarray(numbers * (scales * of_tensor))
 
 
 def parts_of(rows: np.ndarray, name: str, largest: float | None = None) -> tuple[np.ndarray, np.ndarray, float]:
@@ -131,13 +99,12 @@ def parts_of(rows: np.ndarray, name: str, largest: float | None = None) -> tuple
     for row in range(0, rows.shape[0], high):
         for column in range(0, rows.shape[1], wide):
             tile = slice(row, row + high), slice(column, column + wide)
+            whole = largest if TILE[last] is None else np.abs(rows[tile]).max()
             if last.startswith("nvfp4"):
                 numbers[tile], scales[tile], of_tensor = _nv(rows[tile], largest)
             elif last in ("fp8_tensor", "fp8_block128"):
-                whole = largest if last == "fp8_tensor" else np.abs(rows[tile]).max()
                 numbers[tile], scales[tile] = _single(rows[tile], whole)
             elif last in INTEGERS:
-                whole = largest if last == "int8_tensor" else np.abs(rows[tile]).max()
                 numbers[tile], scales[tile] = _integers(rows[tile], whole, *INTEGERS[last])
             else:
                 numbers[tile], scales[tile] = _mx(rows[tile])

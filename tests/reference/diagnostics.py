@@ -77,22 +77,21 @@ def _floor_log2(x: Fraction) -> int:
 
 def decrements(before, intended, observed) -> tuple[Fraction, Fraction]:
     """(observed, intended) Σ (|s after| − |s before|) over elements whose |s| should shrink."""
-    seen = wanted = Fraction(0)
-    for b, i, o in zip(before, intended, observed, strict=True):
-        if None not in (b, i) and abs(i) < abs(b):
-            wanted += abs(i) - abs(b)
-            seen += abs(o) - abs(b)
-    return seen, wanted
+    return _moved(before, intended, observed, lambda wanted: wanted < 0)
 
 
 def increments(before, intended, observed) -> tuple[Fraction, Fraction]:
     """(observed, intended) Σ (|s after| − |s before|) over elements whose |s| should grow."""
-    grow = [
+    return _moved(before, intended, observed, lambda wanted: wanted > 0)
+
+
+def _moved(before, intended, observed, counts) -> tuple[Fraction, Fraction]:
+    moves = [
         (abs(o) - abs(b), abs(i) - abs(b))
         for b, i, o in zip(before, intended, observed, strict=True)
-        if None not in (b, i) and abs(i) > abs(b)
+        if None not in (b, i) and counts(abs(i) - abs(b))
     ]
-    return total(seen for seen, _ in grow), total(wanted for _, wanted in grow)
+    return total(seen for seen, _ in moves), total(wanted for _, wanted in moves)
 
 
 def total(products) -> Fraction:

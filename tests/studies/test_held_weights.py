@@ -8,6 +8,7 @@ import torch
 from collage_agent.transport import MemoryTransport
 from collage_demo.models import ByteGPT, loss_of
 from collage_studies.held_weights import ReadInBfloat16, expansion, round_weights_after_steps
+from torch.nn.utils import parameters_to_vector
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -98,16 +99,14 @@ def test_the_agent_sees_what_the_format_takes(tmp_path):
             for own, by in ((model, optimizer), (twin, free)):
                 by.zero_grad()
                 own(given).square().mean().backward()
-            before = [weight.detach().double().clone() for weight in model.parameters()]
+            before = parameters_to_vector(model.parameters()).detach().double()
             optimizer.step()
             free.step()
             for weight in model.parameters():
                 assert torch.equal(weight, hold(weight.detach()))
-            moved = [now.detach().double() - old for now, old in zip(model.parameters(), before, strict=True)]
-            meant = [now.detach().double() - old for now, old in zip(twin.parameters(), before, strict=True)]
-            dot = sum((u * e).sum().item() for u, e in zip(meant, moved, strict=True))
-            square = sum((u * u).sum().item() for u in meant)
-            assert handle.summary()["model"]["edq_ratio"] == pytest.approx(dot / square, rel=1e-4)
+            moved, meant = (parameters_to_vector(own.parameters()).double() - before for own in (model, twin))
+            expected = float(meant @ moved / (meant @ meant))
+            assert handle.summary()["model"]["edq_ratio"] == pytest.approx(expected, rel=1e-4)
         assert handle.info.intent == "shadow"
 
 

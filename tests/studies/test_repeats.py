@@ -23,8 +23,11 @@ def trials(quick=False):
 
 def study_of(records):
     return Study(
-        **dict.fromkeys(("title", "short", "question", "method"), ""),
         name="losses",
+        title="",
+        short="",
+        question="",
+        method="",
         trials=trials,
         run=lambda trial, reporting: records[0],
         page=lambda records: Page(f"{len(records)} records.", []),
@@ -34,7 +37,7 @@ def study_of(records):
 
 def records_of(wanted, extra=0.0):
     return [
-        record_of(trial, values={"validation_loss": LOSSES[(seed_of(trial) - 1) % 100 + 1][trial.plan] + more})
+        record_of(trial, values={"validation_loss": LOSSES[(trial.recipe.seed - 1) % 100 + 1][trial.plan] + more})
         for trial in wanted
         for more in [extra * (trial.plan == PLAIN)]
     ]
