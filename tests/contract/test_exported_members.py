@@ -50,7 +50,7 @@ def test_the_drawn_tree_is_the_real_one():
 
 
 FIRST_USES = """
-import sys
+import contextlib, sys
 import msgspec
 import collage_agent, collage_server.app
 import collage_agent.transport.envelope
@@ -60,22 +60,17 @@ def described(kind):
         yield child
         yield from described(child)
 
-gathered = set()
-
-def look(frame, event, _argument):
-    if event == "call" and frame.f_code.co_name == "get_class_annotations":
-        gathered.add(kind)
-
-kinds = [kind for kind in described(msgspec.Struct) if kind.__module__.startswith("collage_")]
+kinds, gathered = [kind for kind in described(msgspec.Struct) if kind.__module__.startswith("collage_")], set()
 for kind in kinds:
+    def look(frame, event, _argument):
+        if event == "call" and frame.f_code.co_name == "get_class_annotations":
+            gathered.add(f"{kind.__module__}.{kind.__qualname__}")
+
     sys.setprofile(look)
-    try:
+    with contextlib.suppress(msgspec.ValidationError):
         msgspec.json.decode(b"0", type=kind)
-    except msgspec.ValidationError:
-        pass
-    finally:
-        sys.setprofile(None)
-print(len(kinds), *sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in gathered))
+    sys.setprofile(None)
+print(len(kinds), *sorted(gathered))
 """
 
 

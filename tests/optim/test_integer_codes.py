@@ -123,9 +123,7 @@ def test_all_16_bit_roots():
         "exp_avg_sq", value[normal].float(), StateStorage.ROOT, True, value[normal].bfloat16()
     )
     assert torch.equal(state["exp_avg_sq"], code[normal])
-
-
-def test_roots_of_what_is_too_large_are_the_largest():
+    # What is too large has the largest.
     value = torch.tensor([float("inf"), 3.4e38, 0.0])
     state = integer_codes.state_of("exp_avg_sq", value, StateStorage.ROOT, True, value.bfloat16())
     assert state["exp_avg_sq"].bitwise_and(0xFFFF).tolist() == [ROOTS - 1 - 2**16, ROOTS - 1 - 2**16, 0]

@@ -165,8 +165,7 @@ def test_checkpoints_of_torch_sgd_load():
     optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
     optimizer.load_state_dict(optimizer.state_dict())
     train_each((reference, optimizer), 4, first=2)
-    for other, member in zip(others, members, strict=True):
-        assert torch.equal(other, member)
+    assert all(map(torch.equal, others, members))
 
 
 @pytest.mark.parametrize(

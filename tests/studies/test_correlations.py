@@ -1,14 +1,13 @@
 """Correlations against their definitions, with ties, within strata, and undefined where nothing varies."""
 
+from typing import Any
+
 import numpy as np
 import pytest
-from collage_studies.results import Point, correlation
+from collage_studies import results
+from collage_studies.results import Point
 
-
-def value_of(points, ranks, within=False):
-    found = correlation(points, ranks=ranks, within=within)
-    assert found is not None
-    return found.value
+correlation: Any = results.correlation
 
 
 def points_of(xs, ys, stratum=None):
@@ -20,18 +19,19 @@ def test_linear_correlation_is_numpys():
     x = generator.normal(size=40)
     y = 0.5 * x + generator.normal(size=40)
     found = correlation(points_of(x, y), ranks=False, within=False)
-    assert found is not None
     assert found.value == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-12)
     # Fisher's interval of the same numbers, which a bootstrap of 40 points comes near.
     z, half = np.arctanh(found.value), 1.96 / np.sqrt(37)
     assert (found.low, found.high) == pytest.approx((np.tanh(z - half), np.tanh(z + half)), abs=0.08)
 
 
-def test_ranks_do_not_care_for_sizes_and_ties_share_theirs():
-    assert value_of(points_of([1, 2, 3, 4], [1, 10, 100, 1e6]), ranks=True) == pytest.approx(1)
-    # Ranks 1.5, 1.5, 3, 4 against 1, 2, 3, 4.
-    expected = np.corrcoef([1.5, 1.5, 3, 4], [1, 2, 3, 4])[0, 1]
-    assert value_of(points_of([5, 5, 6, 7], [1, 2, 3, 4]), ranks=True) == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("xs", "ys", "ranked"),
+    [([1, 2, 3, 4], [1, 10, 100, 1e6], [1, 2, 3, 4]), ([5, 5, 6, 7], [1, 2, 3, 4], [1.5, 1.5, 3, 4])],
+)
+def test_ranks_do_not_care_for_sizes_and_ties_share_theirs(xs, ys, ranked):
+    found = correlation(points_of(xs, ys), ranks=True, within=False)
+    assert found.value == pytest.approx(np.corrcoef(ranked, [1, 2, 3, 4])[0, 1])
 
 
 @pytest.mark.parametrize("ranks", [True, False])
@@ -42,14 +42,13 @@ def test_within_strata_the_confounder_is_gone(ranks):
         *points_of([11, 12, 13], [13, 12, 11], "middle"),
         *points_of([21, 22, 23], [23, 22, 21], "large"),
     ]
-    assert value_of(points, ranks) > 0.75
-    assert value_of(points, ranks=ranks, within=True) == pytest.approx(-1)
+    assert correlation(points, ranks=ranks, within=False).value > 0.75
+    assert correlation(points, ranks=ranks, within=True).value == pytest.approx(-1)
 
 
 def test_a_stratum_of_two_is_left_out():
     points = [*points_of([1, 2, 3], [1, 2, 3], "three"), *points_of([1, 2], [2, 1], "two")]
     found = correlation(points, ranks=True, within=True)
-    assert found is not None
     assert found.value == pytest.approx(1)
     assert found.count == 3
     assert correlation(points[3:], ranks=True, within=True) is None
@@ -63,6 +62,5 @@ def test_what_does_not_vary_has_no_correlation():
 
 def test_one_point_that_decides_gives_no_interval():
     found = correlation(points_of([0, 0, 0, 1], [0, 0, 0, 1]), ranks=False, within=False)
-    assert found is not None
     assert found.value == pytest.approx(1)
     assert found.low is found.high is None
