@@ -235,7 +235,8 @@ def test_the_first_help_is_one_screen_of_few_verbs():
 
 def test_a_verb_below_another_imports_nothing_of_it():
     """`serve mcp` starts without the server's packages, which `serve` needs, and faster."""
-    done = in_a_process(MAIN, "serve", "mcp", "-h", options=("-X", "importtime"))
+    code = "from collage_monitor.command import root; root(['serve', 'mcp', '-h'], standalone_mode=False)"
+    done = in_a_process(code, options=("-X", "importtime"))
     assert "Model Context Protocol" in done.stdout
     assert "collage_server" not in done.stderr
 

@@ -303,6 +303,6 @@ def test_a_few_elements_of_a_large_tensor_are_decoded(monkeypatch):
     monkeypatch.setattr(integer_codes, "stored_value", seen)
     parameter = torch.nn.Parameter(torch.ones(100_000, dtype=torch.bfloat16))
     optimizer = CollageAdamW([parameter], lr=1e-3, strategy="plus")
-    walk(optimizer, *[1.0] * 4)
+    train(optimizer, [parameter], 4)
     assert sizes
     assert max(sizes) <= 256

@@ -104,7 +104,9 @@ def test_the_agent_sees_what_the_format_takes(tmp_path):
             free.step()
             for weight in model.parameters():
                 assert torch.equal(weight, hold(weight.detach()))
-            moved, meant = (parameters_to_vector(own.parameters()).double() - before for own in (model, twin))
+            moved, meant = (
+                parameters_to_vector(own.parameters()).detach().double() - before for own in (model, twin)
+            )
             expected = float(meant @ moved / (meant @ meant))
             assert handle.summary()["model"]["edq_ratio"] == pytest.approx(expected, rel=1e-4)
         assert handle.info.intent == "shadow"
