@@ -111,11 +111,6 @@ DTYPES = ["bfloat16", "float16"]
 PAIRS = 4000
 
 
-def draw(dtype, operands, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [random_finite(getattr(torch, dtype), PAIRS, generator) for _ in range(operands)]
-
-
 def normal_expansions(dtype, count, seed):
     """`count` normal expansions whose high parts lie within 2**±5, so that nothing over- or underflows."""
     generator = torch.Generator().manual_seed(seed)
@@ -137,7 +132,9 @@ def exact(tensor, layout):
 @pytest.mark.parametrize("operation", ["two_sum", "fast_two_sum", "two_product", "grow"])
 def test_every_bit_on_random_patterns(operation, dtype):
     layout = LAYOUTS[dtype]
-    operands = draw(dtype, 3 if operation == "grow" else 2, seed=len(operation))
+    generator = torch.Generator().manual_seed(len(operation))
+    count = 3 if operation == "grow" else 2
+    operands = [random_finite(getattr(torch, dtype), PAIRS, generator) for _ in range(count)]
     computed = getattr(numerics, operation)(*operands)
     checked = 0
     for index, values in enumerate(zip(*(exact(tensor, layout) for tensor in operands), strict=True)):

@@ -119,12 +119,32 @@ def no_triton(form):
     raise ModuleNotFoundError("No module named 'triton'")
 
 
-def wrong(form):
-    def launch(step, members):
-        step_tensors(dataclasses.replace(step, launch=None), members)
-        members[-1].state["exp_avg_sq"][0].mul_(1.5)
+def errs(step, members):
+    members[-1].state["exp_avg_sq"][0].mul_(1.5)
 
-    return launch
+
+def errs_in_sums(step, members):
+    if step.asked is not None:
+        (first, *_), sums = members, torch.ones(1, 1, dtype=torch.float64)
+        step.asked.found.append(FoundTotals([first.parameter], ("parameter_squared_sum",), sums))
+
+
+def errs_where_it_adds_up(step, members):
+    if step.asked is not None:
+        members[-1].parameter[0].add_(1.0)
+
+
+def right_but(change):
+    """What makes a step that is the eager one, but for this."""
+
+    def made(form):
+        def launch(step, members):
+            step_tensors(dataclasses.replace(step, launch=None, asked=None), members)
+            change(step, members)
+
+        return launch
+
+    return made
 
 
 class Exponential(AdamRule):
@@ -139,7 +159,7 @@ class Exponential(AdamRule):
     ("made", "rule", "reason"),
     [
         (no_triton, AdamRule, "No module named 'triton'"),
-        (wrong, AdamRule, "exp_avg_sq differs from the eager step"),
+        (right_but(errs), AdamRule, "exp_avg_sq differs from the eager step"),
         (device_step.DeviceStep, Exponential, "torch's exp of torch.float32"),
     ],
     ids=["Triton is absent", "a wrong state", "an operation that no kernel has"],
@@ -156,38 +176,17 @@ def test_without_a_kernel_that_is_right_steps_are_eager_after_one_warning(monkey
     assert_same_bits(*optimizers)
 
 
-def adds_wrongly(form):
-    """A step whose kernel is right until it adds up totals: then they are those of another step."""
-
-    def launch(step, members):
-        step_tensors(dataclasses.replace(step, launch=None, asked=None), members)
-        if step.asked is not None:
-            (first, *_), sums = members, torch.ones(1, 1, dtype=torch.float64)
-            step.asked.found.append(FoundTotals([first.parameter], ("parameter_squared_sum",), sums))
-
-    return launch
-
-
-def steps_wrongly(form):
-    """A kernel whose bits are others once it adds up totals."""
-
-    def launch(step, members):
-        step_tensors(dataclasses.replace(step, launch=None, asked=None), members)
-        if step.asked is not None:
-            members[-1].parameter[0].add_(1.0)
-
-    return launch
-
-
 @pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize(
-    ("made", "reason"),
-    [(adds_wrongly, "parameter_squared_sum differs"), (steps_wrongly, "parameter differs from the eager step")],
-    ids=["wrong sums", "wrong bits"],
+    ("change", "reason"),
+    [
+        (errs_in_sums, "parameter_squared_sum differs"),
+        (errs_where_it_adds_up, "parameter differs from the eager step"),
+    ],
 )
-def test_totals_that_are_not_right_are_not_asked_for(monkeypatch, caplog, made, reason):
+def test_totals_that_are_not_right_are_not_asked_for(monkeypatch, caplog, change, reason):
     """One line is logged, training goes on with the kernel that adds nothing, and no warning can end it."""
-    monkeypatch.setattr(compiled, "DeviceStep", made)
+    monkeypatch.setattr(compiled, "DeviceStep", right_but(change))
     members = parameters()
     optimizer = CollageAdamW(members, strategy="plus")
     for step in range(2):
@@ -195,10 +194,8 @@ def test_totals_that_are_not_right_are_not_asked_for(monkeypatch, caplog, made, 
         train(optimizer, members, 1, first=step)
         assert asked.found == []
         assert optimizer.step_totals is None
-    (record,) = caplog.records
-    assert (
-        record.getMessage() == f"the totals of steps of strategy 'plus' are not added up in their kernel: {reason}"
-    )
+    (said,) = caplog.messages
+    assert said == f"the totals of steps of strategy 'plus' are not added up in their kernel: {reason}"
 
 
 def test_sums_that_no_kernel_has_and_parts_of_tensors_are_refused():

@@ -28,12 +28,6 @@ def run():
     refuses_what_it_has_not()
 
 
-def compile_it():
-    """By our compiled step, and inside one of the user."""
-    compiles_to_the_same_bits()
-    steps_inside_a_compiled_step_of_the_user()
-
-
 def steps_in_fp64(weight, gradients, maximize=False, decoupled_weight_decay=True):
     """AdaBelief from its paper, with bias-corrected averages spelt out: the weights after each step."""
     lr, (beta1, beta2), eps, decay = (OPTIONS[name] for name in ("lr", "betas", "eps", "weight_decay"))
@@ -77,19 +71,16 @@ def follows_fp64(strategy, arithmetic="fp32", within=0.02):
     assert error < within, (strategy, arithmetic, error)
 
 
-def compiles_to_the_same_bits():
-    eager, compiled = (
-        RuleOptimizer(parameters(), "adabelief", strategy="plus", compiled=form, **OPTIONS) for form in (None, True)
+def compile_it():
+    """By our compiled step, and inside one of the user."""
+    plain, compiled, wrapped = (
+        RuleOptimizer(parameters(), "adabelief", strategy="plus", compiled=form, **OPTIONS)
+        for form in (None, True, None)
     )
-    train_each((eager, compiled), 5)
-    assert_same_bits(eager, compiled)
-
-
-def steps_inside_a_compiled_step_of_the_user():
-    plain, wrapped = (RuleOptimizer(parameters(), "adabelief", strategy="plus", **OPTIONS) for _ in range(2))
-    train_each((plain,), 2)
+    train_each((plain, compiled), 5)
+    assert_same_bits(plain, compiled)
     step = torch.compile(wrapped.step, backend="eager")
-    for number in (1, 2):
+    for number in range(1, 6):
         give_gradients(wrapped.param_groups[0]["params"], step=number)
         step()
     assert_same_bits(plain, wrapped)

@@ -9,7 +9,6 @@ PART is a function of this module, and what follows its arguments.
 """
 
 import contextlib
-import functools
 import itertools
 import logging
 import math
@@ -100,21 +99,6 @@ def like(weights):
     return copies
 
 
-def eager_and_kernel(make, weights, steps, gradient_dtype):
-    """Two optimizers after the same steps, the learning rate changing on the way."""
-    optimizers = [make(like(weights)), make(like(weights))]
-    for step in range(steps):
-        gradients = [torch.randn(weight.shape) * 1e-2 for weight in weights]
-        for device_is_there, optimizer in enumerate(optimizers):
-            for weight, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
-                weight.grad_dtype = gradient_dtype
-                weight.grad = gradient.to(gradient_dtype)
-            optimizer.param_groups[0]["lr"] = 1e-3 / (step + 1)
-            with kernels(bool(device_is_there)):
-                optimizer.step()
-    return optimizers
-
-
 def part_of(*rules):
     """Makes a part of the check of a pair: prints how much was checked of the rules with each strategy.
 
@@ -146,15 +130,29 @@ def part_of(*rules):
 def law(draw, kind, options):
     """Every rule with every strategy: the kernel's bits are the eager step's. The seed draws all else: shapes,
     alignments, dtypes of weights and gradients, and options."""
-    for dtype in drawn_dtypes(draw, options["strategy"]):
+    if options["strategy"] == "plain":
+        dtypes = draw.sample((torch.bfloat16, torch.float16, torch.float32, torch.float64), 1)
+    else:
+        dtypes = draw.choice(((torch.bfloat16,), (torch.float16, torch.bfloat16)))
+    for dtype in dtypes:  # The first that the strategy can keep is taken.
         weights = drawn_weights(draw, dtype)
         with contextlib.suppress(ValueError):  # Pairs that do not exist, and weights that cannot be kept.
             kind(like(weights), **options)
             break
     else:
         return 0
-    gradients = dtype if dtype == torch.float64 else draw.choice((dtype, torch.float32))
-    assert_same_bits(*eager_and_kernel(functools.partial(kind, **options), weights, 2, gradients))
+    gradient_dtype = dtype if dtype == torch.float64 else draw.choice((dtype, torch.float32))
+    eager, kernel = optimizers = [kind(like(weights), **options) for _ in range(2)]
+    for step in range(2):
+        gradients = [torch.randn(weight.shape) * 1e-2 for weight in weights]
+        for optimizer in optimizers:
+            for weight, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
+                weight.grad_dtype = gradient_dtype
+                weight.grad = gradient.to(gradient_dtype)
+            optimizer.param_groups[0]["lr"] = 1e-3 / (step + 1)
+            with kernels(optimizer is kernel):
+                optimizer.step()
+    assert_same_bits(eager, kernel)
     return 1
 
 
@@ -255,13 +253,6 @@ def levels():
             terms = [Fraction(value) for value in own[:, column].tolist()]
             most = (GROUP_ROWS + len(terms) // GROUP_ROWS + 1) * Fraction(2) ** -53 * sum(map(abs, terms))
             assert abs(Fraction(found[tensor, column].item()) - sum(terms)) <= most, (tensor, column)
-
-
-def drawn_dtypes(draw, strategy):
-    """The first that the strategy can keep is taken."""
-    if strategy == "plain":
-        return draw.sample((torch.bfloat16, torch.float16, torch.float32, torch.float64), 1)
-    return draw.choice(((torch.bfloat16,), (torch.float16, torch.bfloat16)))
 
 
 def not_finite():

@@ -87,22 +87,20 @@ def test_rows_and_sentences_follow_from_the_numbers():
     assert "over 8 steps stochastic (GPT, rate 0.1, β₂ 0.999) had lost 30 %" in text
 
 
-def test_what_ends_worse_below_the_bound_is_named():
-    text = told(trainings(Plan("e5m2 triple", "bfloat16"), 0.2, 0.01, rate=1e-4))
-    assert "0.001 or more: e5m2 triple (GPT, rate 0.0001, β₂ 0.999), 20 % lost, +0.0102 [" in text
-    assert "no configuration loses between 20 % and 30 %." in text
-
-
-def test_what_is_above_the_bound_and_not_shown_to_end_worse_is_named():
-    text = told(trainings(PLAIN, 0.5, 0.0, rate=1e-4))
-    assert "1 of 2 configurations" in text
-    assert "The seeds do not show a higher loss for plain (GPT, rate 0.0001, β₂ 0.999) (gaps of +0.000)." in text
-
-
-def test_expansions_that_round_at_random_are_not_to_nearest():
-    text = told(trainings(Plan("e4m3 pair, rounded at random", "bfloat16"), 0.2, 0.01, rate=1e-4))
-    assert "no configuration loses between 4 % and 30 %" in text
-    assert "| at random | 20 to 60 % | 2 |" in text
+@pytest.mark.parametrize(
+    ("name", "lost", "extra", "said"),
+    [
+        ("e5m2 triple", 0.2, 0.01, "more: e5m2 triple (GPT, rate 0.0001, β₂ 0.999), 20 % lost, +0.0102 ["),
+        ("e5m2 triple", 0.2, 0.01, "no configuration loses between 20 % and 30 %."),
+        ("plain", 0.5, 0.0, "1 of 2 configurations"),
+        ("plain", 0.5, 0.0, "do not show a higher loss for plain (GPT, rate 0.0001, β₂ 0.999) (gaps of +0.000)."),
+        # Expansions that round at random are not to nearest.
+        ("e4m3 pair, rounded at random", 0.2, 0.01, "no configuration loses between 4 % and 30 %"),
+        ("e4m3 pair, rounded at random", 0.2, 0.01, "| at random | 20 to 60 % | 2 |"),
+    ],
+)
+def test_what_the_bound_misjudges_is_named(name, lost, extra, said):
+    assert said in told(trainings(Plan(name, "bfloat16"), lost, extra, rate=1e-4))
 
 
 def test_a_training_that_two_studies_ran_counts_once():
