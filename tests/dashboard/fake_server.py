@@ -12,6 +12,7 @@ from collage_monitor.client import Client
 from collage_monitor.diagnosis import GRAVITY, Evidence, judge
 from collage_monitor.metrics import HISTOGRAM_LABELS, METRICS, split_key
 from collage_monitor.statistics import finish_all, histogram_counts, merge_steps
+from tests.dashboard.figures.answers import histogram_answer, series
 
 SCALES = {"step": 1.0, "tokens": 2048.0, "time": 0.5}
 
@@ -41,16 +42,11 @@ class FakeServer:
             return _error(*self.refuse_with)
         parts = request.url.path.removeprefix("/api/v1/").split("/")
         query = request.url.params
-        if parts == ["runs"]:
-            asked = query.get("q", "")
-            found = [self._run(run) for run in self.runs.values() if asked in run.name]
-            return _json(wire.RunPage(runs=found, cursor=None))
         if parts == ["run-table"]:
             return _json(self._table(query))
         if parts == ["run-filters"]:
-            return _json(
-                wire.RunFilters(project={"demo": len(self.runs)}, strategy={}, group={}, tag={}, health={})
-            )
+            others: dict = {name: {} for name in ("strategy", "group", "tag", "health")}
+            return _json(wire.RunFilters(project={"demo": len(self.runs)}, **others))
         if parts == ["events"]:
             return _json(wire.IncidentPage(events=[]))
         if parts == ["compare"]:
@@ -67,17 +63,8 @@ class FakeServer:
             return _json(self._overview(run))
         if route == "layers":
             return _json(wire.LayerList(run_id=run.run_id, layers=run.layers))
-        if route == "streams":
-            return _json(wire.StreamList(run_id=run.run_id, streams=[]))
         if route == "series":
-            first, *others = query.get_list("metric")
-            series, *more = (
-                self._series(run, metric, query.get("layer"), query.get("axis", "step"), query)
-                for metric in (first, *others)
-            )
-            return _json(
-                msgspec.structs.replace(series, more=dict(zip(others, more, strict=True))) if more else series
-            )
+            return _json(self._all_series(run, query.get_list("metric"), query.get("layer"), query))
         if route == "heatmap":
             self.before_heatmap()
             most = int(query.get("points", 1))
@@ -113,11 +100,9 @@ class FakeServer:
         told = None
         if worst is not None and said[worst.run_id].health in GRAVITY:
             told = wire.WorstRun(run_id=worst.run_id, name=worst.name, short=said[worst.run_id].short)
-        live = {"healthy": live} if live else {}
         seen = [(run.run_id, run.state, self._run(run).updated_at, said[run.run_id].last_step) for run in found]
-        return wire.RunTable(
-            rows=rows, total=len(found), live=live, healths=dict(healths), worst=told, revision=str(seen)
-        )
+        counts = {"total": len(found), "live": {"healthy": live} if live else {}, "healths": dict(healths)}
+        return wire.RunTable(rows=rows, worst=told, revision=str(seen), **counts)
 
     def _row(self, run):
         whole = self._run(run)
@@ -159,8 +144,14 @@ class FakeServer:
         merged = [run.measured[at : at + size] for at in range(0, len(run.measured), size)]
         return [(steps, finish_all(merge_steps([run.totals(step) for step in steps]))) for steps in merged]
 
-    def _series(self, run, metric, layer, axis, query=()):
-        asked = dict(query)
+    def _all_series(self, run, metrics, layer, asked):
+        """The first metric's, with those of the others."""
+        first, *others = metrics
+        more = {other: self._series(run, other, layer, asked) for other in others}
+        return msgspec.structs.replace(self._series(run, first, layer, asked), **({"more": more} if more else {}))
+
+    def _series(self, run, metric, layer, asked):
+        axis = asked.get("axis", "step")
         first, last, most = (int(asked.get(name, 10**9)) for name in ("from", "to", "points"))
         measured = [step for step in run.measured if first % 10**9 <= step <= last]
         if split_key(metric)[0] in METRICS:
@@ -183,23 +174,9 @@ class FakeServer:
             firsts, steps, bounds = steps[::size], [steps[min(at + size, len(steps)) - 1] for at in places], {}
         else:
             firsts = steps
-        return wire.Series(
-            run_id=run.run_id,
-            metric=metric,
-            layer=layer,
-            axis=axis,
-            first_steps=firsts,
-            steps=steps,
-            positions=[step * SCALES[axis] for step in steps],
-            values=values,
-            minimum=values,
-            maximum=values,
-            ranks=[1] * len(steps),
-            world_size=1,
-            expected_ranks=[1] * len(steps),
-            low=bounds.get("low"),
-            high=bounds.get("high"),
-        )
+        told = {"run_id": run.run_id, "steps": steps, "first_steps": firsts, "axis": axis, "layer": layer, **bounds}
+        positions = [step * SCALES[axis] for step in steps]
+        return series(values, metric, positions=positions, ranks=[1] * len(steps), **told)
 
     def _heatmap(self, run, metric, order, most, axis):
         size = -(-len(run.measured) // most) if most > 1 else 1
@@ -220,26 +197,16 @@ class FakeServer:
     def _histogram(self, run, layer, step):
         steps = [int(step)] if step else run.measured
         counts = np.sum([histogram_counts(self._totals(run, at, layer)) for at in steps], axis=0)
-        return wire.Histogram(
-            run_id=run.run_id,
-            name="update_ulp_histogram",
-            layer=layer,
-            first_step=steps[0],
-            step=steps[-1],
-            labels=list(HISTOGRAM_LABELS),
-            counts=[float(count) for count in counts],
-        )
+        found = dict(zip(HISTOGRAM_LABELS, counts, strict=True))
+        return histogram_answer(found, run_id=run.run_id, layer=layer, first_step=steps[0], step=steps[-1])
 
     def _compare(self, query):
-        (metric, *others), axis = query.get_list("metric"), query.get("axis", "step")
+        axis = query.get("axis", "step")
         compared = []
         for run_id in query.get_list("run"):
             if run_id not in self.runs:
                 return _error(404, "run_not_found")
             run = self.runs[run_id]
-            merged = self._merged(run)
-            series = self._series(run, metric, None, axis)
-            more = {other: self._series(run, other, None, axis) for other in others}
             compared.append(
                 wire.ComparedRun(
                     run_id=run.run_id,
@@ -249,18 +216,19 @@ class FakeServer:
                     state=run.state,
                     last_step=run.steps,
                     reports=len(run.measured),
-                    series=msgspec.structs.replace(series, more=more) if more else series,
-                    merged={key: _number(value) for key, value in merged.items()},
+                    series=self._all_series(run, query.get_list("metric"), None, {"axis": axis}),
+                    merged={key: _number(value) for key, value in self._merged(run).items()},
                     scalars=_last_scalars(run),
                     mean_scalars={name: entry.value for name, entry in _last_scalars(run).items()},
                 )
             )
-        return _json(wire.Comparison(metric=metric, axis=axis, runs=compared))
+        return _json(wire.Comparison(metric=query["metric"], axis=axis, runs=compared))
 
     def _run(self, run):
         newest = self._finished(run, run.measured[-1], None) if run.measured else {}
+        begun = {"run_id": run.run_id, "first_step": 1, "created_at": 1.7e9}
         return wire.Run(
-            run_id=run.run_id,
+            **begun,
             project="demo",
             name=run.name,
             group=None,
@@ -269,20 +237,9 @@ class FakeServer:
             seed=1,
             config={"learning_rate": 2e-4},
             state=run.state,
-            created_at=1.7e9,
             updated_at=1.7e9 + run.steps,
-            first_step=1,
             last_step=run.steps,
-            attempts=[
-                wire.Attempt(
-                    run_id=run.run_id,
-                    attempt=1,
-                    launch_id="launch-1",
-                    first_step=1,
-                    measured_from=1,
-                    created_at=1.7e9,
-                )
-            ],
+            attempts=[wire.Attempt(attempt=1, launch_id="launch-1", measured_from=1, **begun)],
             watch=run.watch(),
             latest={key: _number(value) for key, value in newest.items()},
             scalars=_last_scalars(run),

@@ -157,6 +157,10 @@ def demo_runs(**more):
     return [*runs, GeneratedRun("fp32 reference", "plain", "float32", **more)]
 
 
+DEMO = tuple(run.run_id for run in demo_runs())
+"""Their ids."""
+
+
 def _histogram(active, strategy):
     centres = np.array([-26.0, *(octave + 0.5 for octave in HISTOGRAM_OCTAVES), 9.0])
     weights = np.exp(-0.5 * ((centres + (1.5 if strategy == "plain" else 1.0)) / 2.5) ** 2)

@@ -3,13 +3,11 @@
 from dataclasses import dataclass
 
 import pytest
-from collage_dashboard import create_dashboard
-from collage_dashboard.app import render
 from collage_dashboard.pages.run_content import draw
-from collage_dashboard.view import View, read_address, write_address
+from collage_dashboard.view import read_address
 
+from tests.dashboard.asking import answered, question
 from tests.dashboard.generated import GeneratedRun
-from tests.dashboard.test_app import answered, question
 from tests.dashboard.walk import by_id, components, text
 
 RAISED_AT = 800
@@ -27,22 +25,18 @@ class Raised(GeneratedRun):
 RAISED = Raised("raised", "plus", run_id="run-raised", steps=2000)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def raised(server):
     server.runs["run-raised"] = RAISED
-    return View(page="run", runs=("run-raised",))
 
 
 def changed(page):
     """The card of what changed: its title, what divides its columns, and the rows that changed."""
     card = by_id(page, "run-change")
     table = next(part for part in components(card) if type(part).__name__ == "Table")
-    heads, *rows = [part for part in components(table) if type(part).__name__ == "TableTr"]
-    return (
-        text(card),
-        [text(cell) for cell in heads.children],
-        [[text(cell) for cell in row.children] for row in rows],
-    )
+    rows = [part.children for part in components(table) if type(part).__name__ == "TableTr"]
+    heads, *said = [[text(cell) for cell in row] for row in rows]
+    return text(card), heads, said
 
 
 @pytest.mark.parametrize(
@@ -52,66 +46,48 @@ def changed(page):
         ("?at=800-899", "What changed in steps 800 to 899", "Before, steps 700 to 799", "After, steps 800 to 899"),
     ],
 )
-def test_the_page_of_a_link_says_what_changed_at_its_steps(raised, reader, search, title, before, after):
-    said, heads, rows = changed(render(read_address("/run/run-raised", search), reader))
+def test_the_page_of_a_link_says_what_changed_at_its_steps(shown, search, title, before, after):
+    said, heads, rows = changed(shown(f"/run/run-raised{search}"))
     assert title in said
     assert heads[1:3] == [before, after]
     assert rows == [["Learning rate", "0.0002000", "0.0006000", "× 3.00"]]
     assert "that hardly changed" in said
 
 
-def test_what_did_not_change_there_is_not_said_to_have(raised, reader):
-    said, *_ = changed(render(read_address("/run/run-raised", "?at=1200"), reader))
-    assert "No reported value changed by more than 10 %." in said
+@pytest.mark.parametrize(
+    ("search", "words"),
+    [
+        ("?at=1200", "No reported value changed by more than 10 %."),
+        ("?at=1", "Before: no step"),
+        ("?at=5000-6000", "After: no step"),
+    ],
+)
+def test_where_nothing_changed_or_a_side_has_no_steps_it_says_so(shown, search, words):
+    assert words in changed(shown(f"/run/run-raised{search}"))[0]
 
 
-@pytest.mark.parametrize(("search", "side"), [("?at=1", "Before: no step"), ("?at=5000-6000", "After: no step")])
-def test_a_side_without_steps_says_so(raised, reader, search, side):
-    said, *_ = changed(render(read_address("/run/run-raised", search), reader))
-    assert side in said
+def test_without_a_picked_step_nothing_stands_there(shown):
+    assert text(by_id(shown("/run/run-raised"), "run-change")) == ""
 
 
-def test_without_a_picked_step_nothing_is_asked_and_nothing_stands_there(raised, reader):
-    assert text(by_id(render(raised, reader), "run-change")) == ""
-
-
-def test_the_curves_mark_what_is_picked(raised, reader):
+def test_the_curves_mark_what_is_picked(reader):
     view = read_address("/run/run-raised", "?at=800-900")
     drawn = draw("first", "loss", view, reader)
     assert sorted({shape.x0 for shape in drawn.layout.shapes if shape.yref == "y domain"}) == [800, 900]
 
 
-@pytest.mark.parametrize(
-    ("text", "at"),
-    [
-        ("800", (800, 800)),
-        ("1,500", (1500, 1500)),
-        ("800-900", (800, 900)),
-        ("800 – 900", (800, 900)),
-        ("900-800", None),
-        ("-3", None),
-        ("1-2-3", None),
-        ("now", None),
-    ],
-)
-def test_a_step_or_a_range_is_read_as_people_write_it(text, at):
-    view = read_address("/run/a", f"?at={text}")
-    assert view.at == at
-    assert read_address(*write_address(view)) == view
-
-
-def test_what_changed_is_told_anew_for_other_steps_and_for_new_points_only(raised, server, reader):
-    http = create_dashboard(server.client).server.test_client()
-    revision = by_id(render(raised, reader), "run-revision").data
+def test_what_changed_is_told_anew_for_other_steps_and_for_new_points_only(http, server, shown):
+    page = shown("/run/run-raised")
+    revision = by_id(page, "run-revision").data
 
     def tell(at, told, reported=0):
-        shown = {"pathname": "/run/run-raised", "search": f"?at={at}" if at else "", "zooms": 0}
+        asked = {"pathname": "/run/run-raised", "search": f"?at={at}" if at else "", "zooms": 0}
         now = {**revision, "at": f"{revision['at']} {reported}"}
-        inputs = [("run-shown", "data", shown), ("run-revision", "data", now)]
+        inputs = [("run-shown", "data", asked), ("run-revision", "data", now)]
         outputs = [("run-change", "children"), ("run-change-told", "data")]
         return answered(http, question(outputs, inputs, [("run-change-told", "data", told)]))
 
-    told = by_id(render(raised, reader), "run-change-told").data
+    told = by_id(page, "run-change-told").data
     assert "run-change" not in tell("", told)
     first = tell("800", told)
     assert "What changed at step 800" in str(first["run-change"])

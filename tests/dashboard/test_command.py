@@ -2,6 +2,7 @@
 
 import json
 import socket
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -17,33 +18,26 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def served(monkeypatch):
     """What would be served: waitress's server stands in for itself without ever running."""
-    seen = {}
-
-    class Stopped:
-        def run(self):
-            seen["ran"] = True
+    seen: dict = {}
 
     def create_server(application, **options):
         seen.update(options, application=application)
-        return Stopped()
+        return SimpleNamespace(run=lambda: seen.update(ran=True))
 
-    class Listening:
-        def getsockname(self):
-            return "", 7421
+    def create_dashboard(factory, **more):
+        seen.update(more, factory=factory)
+        return SimpleNamespace(server=object())
 
-        def close(self):
-            """Nothing was opened."""
-
+    listening = SimpleNamespace(getsockname=lambda: ("", 7421), close=lambda: None)
     monkeypatch.setattr("waitress.server.create_server", create_server)
-    monkeypatch.setattr(command, "listening_sockets", lambda host, port: [Listening()])
-    monkeypatch.setattr(
-        command, "create_dashboard", lambda factory, **more: seen.update(more, factory=factory) or FakeDashboard()
-    )
+    monkeypatch.setattr(command, "listening_sockets", lambda host, port: [listening])
+    monkeypatch.setattr(command, "create_dashboard", create_dashboard)
     return seen
 
 
-class FakeDashboard:
-    server = object()
+def call(*arguments, **more):
+    """The verb, called with these words."""
+    return CliRunner().invoke(command.dashboard, [str(word) for word in arguments], **more)
 
 
 def test_sigterm_ends_it_by_its_own_will(tmp_path):
@@ -58,8 +52,8 @@ def test_sigterm_ends_it_by_its_own_will(tmp_path):
 def test_the_token_file_is_read_and_the_address_printed_as_json(served, tmp_path):
     file = tmp_path / "token"
     file.write_text("secret\n")
-    arguments = ["--server-url", "http://127.0.0.1:9", "--token-file", str(file), "--json"]
-    result = CliRunner().invoke(command.dashboard, arguments, env={"COLLAGE_TOKEN": ""})
+    options = ("--server-url", "http://127.0.0.1:9", "--json")
+    result = call(*options, "--token-file", file, env={"COLLAGE_TOKEN": ""})
     assert result.exit_code == 0, result.output
     assert json.loads(result.output) == {"dashboard_url": "http://127.0.0.1:7421"}
     with served["factory"]() as client:
@@ -69,29 +63,34 @@ def test_the_token_file_is_read_and_the_address_printed_as_json(served, tmp_path
 
 HERE = ("http://localhost:*", "http://127.0.0.1:*")
 WIKI = "https://wiki.example.org"
+FORWARDED = {"x-forwarded-for", "x-forwarded-proto"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--host", "127.0.0.1"], {"allowed_hosts": LOOPBACK_HOSTS, "embed_in": HERE}),
-        (["--host", "0.0.0.0", "--allowed-host", "box.lan"], {"allowed_hosts": LOOPBACK_HOSTS | {"box.lan"}}),
-        (["--sign-in"], {"embed_in": ()}),
-        (["--sign-in", "--embed-in", WIKI], {"embed_in": (WIKI,)}),
+        ("--host 127.0.0.1", {"allowed_hosts": LOOPBACK_HOSTS, "embed_in": HERE, "asks": False}),
+        ("--host 0.0.0.0 --allowed-host box.lan", {"allowed_hosts": LOOPBACK_HOSTS | {"box.lan"}, "asks": True}),
+        ("--sign-in", {"embed_in": (), "asks": True}),
+        (f"--sign-in --embed-in {WIKI}", {"embed_in": (WIKI,)}),
         (
-            ["--trusted-proxy", "10.0.0.1"],
-            {"trusted_proxy": "10.0.0.1", "trusted_proxy_headers": {"x-forwarded-for", "x-forwarded-proto"}},
+            "--trusted-proxy 10.0.0.1",
+            {"trusted_proxy": "10.0.0.1", "trusted_proxy_headers": FORWARDED, "asks": True},
         ),
     ],
 )
-def test_names_frames_and_proxies_are_as_stated(served, arguments, expected):
-    CliRunner().invoke(command.dashboard, ["--token", "t", *arguments])
+def test_names_frames_and_proxies_are_as_stated_and_nothing_is_open_beyond_loopback(served, arguments, expected):
+    result = call("--token", "t", *arguments.split())
+    assert result.exit_code == 0, result.output
+    served["asks"] = served["sign_in"] is not None
     assert {name: served[name] for name in expected} == expected
+    with served["factory"]() as client:
+        assert client._http.headers["Authorization"] == "Bearer t"
 
 
 def test_a_missing_token_file_is_an_error_that_names_it(tmp_path):
     missing = str(tmp_path / "none")
-    result = CliRunner().invoke(command.dashboard, ["--token-file", missing], env={"COLLAGE_TOKEN": ""})
+    result = call("--token-file", missing, env={"COLLAGE_TOKEN": ""})
     assert result.exit_code != 0
     assert missing in result.output
 
@@ -107,45 +106,31 @@ def test_a_port_in_use_is_a_sentence():
     assert "another --port" in result.stderr
 
 
-@pytest.mark.parametrize("given", ["wiki.example.org", "*", "https://a.org/b", "https://a.org; script-src *"])
-def test_what_is_no_origin_is_refused(served, given):
-    refused = CliRunner().invoke(command.dashboard, ["--token", "t", "--embed-in", given])
+@pytest.mark.parametrize(
+    ("option", "given", "told"),
+    [
+        *(
+            ("--embed-in", given, repr(given))
+            for given in ("wiki.example.org", "*", "https://a.org/b", "https://a.org; script-src *")
+        ),
+        ("--host", "0.0.0.0", "--allowed-host"),
+    ],
+)
+def test_what_is_no_origin_and_an_address_beyond_loopback_without_names_are_refused(served, option, given, told):
+    refused = call("--token", "t", option, given)
     assert refused.exit_code == 2
-    assert repr(given) in refused.output
+    assert told in refused.output
     assert served == {}
-
-
-def test_beyond_loopback_names_must_be_stated(served):
-    refused = CliRunner().invoke(command.dashboard, ["--host", "0.0.0.0", "--token", "t"])
-    assert refused.exit_code == 2
-    assert "--allowed-host" in refused.output
-    assert served == {}
-
-
-def test_beyond_loopback_nothing_is_open_without_a_sign_in(served):
-    for arguments, asked in (
-        (["--host", "0.0.0.0", "--allowed-host", "box.lan"], True),
-        (["--sign-in"], True),
-        (["--trusted-proxy", "127.0.0.1"], True),
-        ([], False),
-    ):
-        result = CliRunner().invoke(
-            command.dashboard, [*arguments, "--server-url", "http://127.0.0.1:9", "--token", "t"]
-        )
-        assert result.exit_code == 0, result.output
-        assert (served["sign_in"] is not None) is asked
-    with served["factory"]() as client:
-        assert client._http.headers["Authorization"] == "Bearer t"
 
 
 def resolve_to(monkeypatch, *addresses):
     """Every name has these addresses."""
     resolve = socket.getaddrinfo
-    monkeypatch.setattr(
-        socket,
-        "getaddrinfo",
-        lambda host, *more, **named: [found for address in addresses for found in resolve(address, *more, **named)],
-    )
+
+    def resolved(_host, *more, **named):
+        return [found for address in addresses for found in resolve(address, *more, **named)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
 
 
 def test_an_address_that_this_machine_lacks_is_left_out(monkeypatch):
@@ -172,8 +157,7 @@ def test_a_name_of_several_addresses_is_served_on_one_port(monkeypatch):
         server.close()
 
     monkeypatch.setattr("waitress.server.MultiSocketServer.run", run)
-    arguments = ["--host", "localhost", "--port", "0", "--token", "t", "--json"]
-    result = CliRunner().invoke(command.dashboard, arguments, catch_exceptions=False)
+    result = call("--host", "localhost", "--port", "0", "--token", "t", "--json", catch_exceptions=False)
     assert result.exit_code == 0, result.output
     first, second = ports
     assert first == second
@@ -181,5 +165,5 @@ def test_a_name_of_several_addresses_is_served_on_one_port(monkeypatch):
 
 
 def test_an_ipv6_address_is_printed_in_brackets(served):
-    result = CliRunner().invoke(command.dashboard, ["--host", "::1", "--token", "t", "--json"])
+    result = call("--host", "::1", "--token", "t", "--json")
     assert json.loads(result.output) == {"dashboard_url": "http://[::1]:7421"}

@@ -3,15 +3,9 @@
 import csv
 from io import StringIO
 
-import pytest
-from collage_dashboard import create_dashboard, number_downloads
+from collage_dashboard import number_downloads
 
 from tests.dashboard.generated import GeneratedRun
-
-
-@pytest.fixture
-def http(server):
-    return create_dashboard(server.client).server.test_client()
 
 
 def rows_of(answer):
@@ -41,10 +35,12 @@ def test_all_points_of_a_thinned_chart_are_in_its_file_with_the_runs_name(server
 def test_a_heatmaps_file_has_every_layer_at_every_step(server, http):
     rows = rows_of(http.get("/numbers.csv?run=run-plain&metric=edq_ratio&by=layer"))
     found = server.client().heatmap("run-plain", "edq_ratio")
-    assert [(row["layer"], int(row["step"])) for row in rows] == [
-        (layer, step) for layer in found.layers for step in found.steps
+    cells = [
+        (layer, step, value)
+        for layer, line in zip(found.layers, found.values, strict=True)
+        for step, value in zip(found.steps, line, strict=True)
     ]
-    assert [float(row["value"]) for row in rows] == [value for line in found.values for value in line]
+    assert [(row["layer"], int(row["step"]), float(row["value"])) for row in rows] == cells
 
 
 def test_a_comparisons_file_tells_its_runs_apart_and_a_refused_question_says_so(server, http):

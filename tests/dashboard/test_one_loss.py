@@ -4,19 +4,24 @@ import re
 
 import msgspec
 import pytest
-from collage_dashboard.app import render
 from collage_dashboard.components import over_steps
 from collage_dashboard.descriptions import in_few_words
 from collage_dashboard.html_report import report
-from collage_dashboard.pages.comparison_content import COLUMNS, comparison_table
+from collage_dashboard.pages.comparison_content import (
+    COLUMNS,
+    comparison_table,
+    runs_with_throughput,
+    throughput_of,
+)
 from collage_dashboard.pages.run_content import panel
 from collage_dashboard.pages.runs_content import columns, rows
 from collage_dashboard.pages.strategies_content import counterfactual_table, strategy_table
-from collage_dashboard.view import View, read_address
+from collage_dashboard.view import View
 
 from collage_monitor.diagnosis import percent
 from collage_monitor.number_text import number, value_text
 from collage_monitor.strategy_results import results_by_strategy, run_results
+from tests.dashboard.figures.answers import series
 from tests.dashboard.walk import by_id, components, text
 
 RUN = "run-plain"
@@ -46,13 +51,13 @@ def cell(run, title):
     return next(column for column in COLUMNS if column.title == title).cell(run)
 
 
-def test_each_page_says_the_share_of_one_window_and_names_it(server, reader, row, share, compared):
+def test_each_page_says_the_share_of_one_window_and_names_it(shown, reader, row, share, compared):
     words = percent(share)
     assert words in in_few_words(row.overview)
     assert words in row.overview.headline
     assert rows([row])[0]["lost_update_ratio"] == share
     window = over_steps(row.overview)
-    page = render(read_address(f"/run/{RUN}", ""), reader)
+    page = shown(f"/run/{RUN}")
     [card] = [part for part in components(page) if getattr(part, "data-metric", "") == "lost_update_ratio"]
     assert percent(share) in text(card)
     assert window in text(by_id(page, "run-summary"))
@@ -70,7 +75,7 @@ def test_the_table_of_runs_says_what_its_numbers_are_over(field):
     assert RECENT in str(told[field])
 
 
-def test_strategies_say_what_their_numbers_are_over_in_the_page_and_in_the_report(server, reader, row, share):
+def test_strategies_say_what_their_numbers_are_over_in_the_page_and_in_the_report(reader, row, share):
     results = results_by_strategy(run_results([row]))
     table = text(strategy_table(results))
     assert percent(share) in table
@@ -109,3 +114,25 @@ def test_a_runs_throughput_is_its_newest_in_every_table(row, compared):
         [result] = results_by_strategy(run_results([row], curves))
         assert result.tokens_per_second is not None
         assert result.tokens_per_second.value == newest.value
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rate"),
+    [([100.0, 250.0, 500.0], 400 / 20), ([None, 100.0, "NaN", 300.0], 200 / 20), ([100.0], None), ([], None)],
+)
+def test_a_throughput_is_the_slope_between_the_first_and_the_last_defined_point(tokens, rate):
+    assert throughput_of(series(tokens, "tokens", axis="time")) == (rate and pytest.approx(rate))
+
+
+@pytest.mark.slow
+def test_only_a_throughput_that_was_not_logged_is_filled_in(server, reader):
+    compared = server.client().compare([RUN, "run-plus"], "edq_ratio")
+    logged, other = compared.runs
+    kept = {name: value for name, value in other.mean_scalars.items() if name != "tokens_per_second"}
+    silent = msgspec.structs.replace(other, mean_scalars=kept)
+    assert runs_with_throughput(reader, compared) is compared.runs
+    assert runs_with_throughput(reader, "refused") is None
+    filled = runs_with_throughput(reader, msgspec.structs.replace(compared, runs=[logged, silent]))
+    assert filled is not None
+    assert filled[0] == logged
+    assert filled[1].mean_scalars["tokens_per_second"] == pytest.approx(2048 / 0.5)

@@ -7,32 +7,19 @@ from typing import Any
 
 import dash_mantine_components as dmc
 import pytest
-from collage_dashboard import create_dashboard
 from collage_dashboard.prerendering import static_html
 from dash import dcc, html
 
 from tests.dashboard.generated import GeneratedRun
 
 HOSTILE = '<img src=x onerror="alert(1)"></script><script>alert(2)</script>'
-
 HIDDEN: Any = {"aria-hidden": "true"}
-
-
-@pytest.fixture
-def http(app):
-    """A test client of the dashboard."""
-    return app.server.test_client()
 
 
 def answers_in(document):
     """What the document holds for the application."""
     [found] = re.findall(r'<script type="application/json" id="answers">(.*?)</script>', document)
     return json.loads(found)
-
-
-def address_of(layout):
-    """The properties of the component that holds the browser's address."""
-    return next(part["props"] for part in layout["props"]["children"] if part["props"].get("id") == "address")
 
 
 def test_words_are_text_links_and_tables_and_what_needs_the_application_is_left_out():
@@ -76,15 +63,16 @@ def test_a_document_says_its_page_and_brings_what_the_application_asks_first(htt
         assert text in opening
     found = answers_in(document)
     pathname, _, search = address.partition("?")
-    told = address_of(found["_dash-layout"])
+    properties = [part["props"] for part in found["_dash-layout"]["props"]["children"]]
+    [told] = [own for own in properties if own.get("id") == "address"]
     assert (told["pathname"], told["search"]) == (pathname, f"?{search}" if search else "")
     assert found["_dash-dependencies"] == http.get("/_dash-dependencies").get_json()
     assert answer.headers["Cache-Control"] == "no-store"
 
 
-def test_hostile_names_neither_close_the_answers_nor_become_elements(server):
+def test_hostile_names_neither_close_the_answers_nor_become_elements(http, server):
     server.runs["run-x"] = GeneratedRun(HOSTILE, "plain", run_id="run-x")
-    document = create_dashboard(server.client).server.test_client().get("/run/run-x").get_data(as_text=True)
+    document = http.get("/run/run-x").get_data(as_text=True)
     assert "<img src=x" not in document
     assert "<script>alert" not in document
     assert HOSTILE in str(answers_in(document))
@@ -106,7 +94,7 @@ def test_a_document_comes_packed_where_the_browser_takes_it(http):
     assert len(packed.get_data()) < len(plain.get_data()) / 3
 
 
-def test_the_beginning_is_sent_before_the_page_is_made_and_a_failure_leaves_the_application(app):
+def test_the_beginning_is_sent_before_the_page_is_made_and_a_failure_leaves_the_application(app, http):
     made = []
 
     def fail(pathname, search):
@@ -114,7 +102,7 @@ def test_the_beginning_is_sent_before_the_page_is_made_and_a_failure_leaves_the_
         raise RuntimeError("no page")
 
     app.layout_for = fail
-    parts = iter(app.server.test_client().get("/run/x", buffered=False).response)
+    parts = iter(http.get("/run/x", buffered=False).response)
     assert b"Waiting for the server" in next(parts)
     assert made == []
     rest = b"".join(parts)

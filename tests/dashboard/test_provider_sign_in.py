@@ -17,7 +17,7 @@ from collage_dashboard.sign_in import MOST_FAILURES, UNDER_WAY_SECONDS, SignInsU
 from collage_monitor import wire
 from collage_monitor.client import Client
 from tests import provider as providers
-from tests.dashboard.test_sign_in import layout
+from tests.dashboard.asking import layout
 from tests.server.guarded import guarded_server
 
 pytestmark = [providers.MARK, pytest.mark.slow]
@@ -78,25 +78,25 @@ def dashboard_on(api):
     return create_dashboard(lambda: client_of(own), sign_in=client_of).server
 
 
+ADDRESSES = (f"10.0.0.{number}" for number in itertools.count(1))
+
+
 @pytest.fixture
-def server(dashboard, api):
-    """The dashboard for browsers at an address that nobody has failed from."""
-    return Elsewhere(dashboard)
+def new_browser(dashboard, api):
+    """Makes browsers at an address that nobody has failed from."""
+    address = next(ADDRESSES)
 
-
-class Elsewhere:
-    """A dashboard whose browsers are at one address of their own."""
-
-    _addresses = itertools.count(1)
-
-    def __init__(self, dashboard):
-        self._dashboard = dashboard
-        self._address = f"10.0.0.{next(self._addresses)}"
-
-    def test_client(self):
-        browser = self._dashboard.test_client()
-        browser.environ_base["REMOTE_ADDR"] = self._address
+    def make():
+        browser = dashboard.test_client()
+        browser.environ_base["REMOTE_ADDR"] = address
         return browser
+
+    return make
+
+
+@pytest.fixture
+def browser(new_browser):
+    return new_browser()
 
 
 def every_session(api):
@@ -122,9 +122,12 @@ def way_back(provider, url, sub="ada"):
     return f"{location.path}?{location.query}"
 
 
-def sign_in(server, provider, sub="ada", path="/"):
-    browser = server.test_client()
-    return browser, browser.get(way_back(provider, begin(browser, path), sub))
+def sign_in(browser, provider, sub="ada", path="/"):
+    """The answer to who comes back from the provider."""
+    return browser.get(way_back(provider, begin(browser, path), sub))
+
+
+NOT_SHOWN = "Nothing is stored under this address"
 
 
 def replaced(path, **values):
@@ -132,13 +135,9 @@ def replaced(path, **values):
     return f"{urlsplit(path).path}?{httpx.QueryParams(query)}"
 
 
-def test_the_button_leads_to_the_provider_and_back_to_the_page(server, provider, api):
-    browser = server.test_client()
+def test_the_button_leads_to_the_provider_and_back_to_the_page(browser, provider, api):
     form = browser.get(browser.get("/run/mine-1?tab=about").headers["Location"])
-    assert (
-        '<a class="button" href="/sign-in/provider?next=/run/mine-1%3Ftab%3Dabout">Sign in with\nlocalhost</a>'
-        in form.text
-    )
+    assert 'href="/sign-in/provider?next=/run/mine-1%3Ftab%3Dabout">Sign in with\nlocalhost</a>' in form.text
     url = begin(browser, "/run/mine-1?tab=about")
     assert url.startswith(f"{provider.url}/oauth2/authorize?response_type=code&")
     query = parse_qs(urlsplit(url).query)
@@ -149,43 +148,34 @@ def test_the_button_leads_to_the_provider_and_back_to_the_page(server, provider,
     assert 'http-equiv="refresh" content="0; url=/run/mine-1?tab=about"' in answer.text
     assert "no-store" in answer.headers["Cache-Control"]
     assert browser.get("/run/mine-1?tab=about").status_code == 200
-    assert "Nothing is stored under this address" not in layout(browser, "/run/mine-1").text
-    assert "Nothing is stored under this address" in layout(browser, "/run/theirs-1").text
+    assert NOT_SHOWN not in layout(browser, "/run/mine-1").text
+    assert NOT_SHOWN in layout(browser, "/run/theirs-1").text
     [session] = sessions(api)
     assert (session["name"], session["projects"]) == ("Ada", ["mine"])
 
 
-def test_cookies_hold_ids_alone_and_stay_on_this_site(server, provider):
-    for base, secure in (("http://127.0.0.1", False), ("https://127.0.0.1", True)):
-        browser = server.test_client()
-        begun = browser.get("/sign-in/provider", base_url=base)
-        cookie = begun.headers["Set-Cookie"]
-        for part in (
-            "collage_sign_in=",
-            "HttpOnly",
-            "SameSite=Lax",
-            "Path=/sign-in",
-            f"Max-Age={UNDER_WAY_SECONDS}",
-        ):
-            assert part in cookie
-        assert ("Secure" in cookie) is secure
-        asked = parse_qs(urlsplit(begun.headers["Location"]).query)
-        for secret in ("state", "nonce", "code_challenge"):
-            assert asked[secret][0] not in cookie
-        answer = browser.get(way_back(provider, begun.headers["Location"]), base_url=base)
-        kept, gone = sorted(answer.headers.getlist("Set-Cookie"))
-        assert "collage_session=" in kept
-        for part in ("HttpOnly", "SameSite=Strict"):
-            assert part in kept
-        assert ("Secure" in kept) is secure
-        assert "collage_" in kept
-        assert "collage_sign_in=;" in gone
+@pytest.mark.parametrize(("base", "secure"), [("http://127.0.0.1", False), ("https://127.0.0.1", True)])
+def test_cookies_hold_ids_alone_and_stay_on_this_site(browser, provider, base, secure):
+    begun = browser.get("/sign-in/provider", base_url=base)
+    cookie = begun.headers["Set-Cookie"]
+    for part in ("collage_sign_in=", "HttpOnly", "SameSite=Lax", "Path=/sign-in", f"Max-Age={UNDER_WAY_SECONDS}"):
+        assert part in cookie
+    assert ("Secure" in cookie) is secure
+    asked = parse_qs(urlsplit(begun.headers["Location"]).query)
+    for secret in ("state", "nonce", "code_challenge"):
+        assert asked[secret][0] not in cookie
+    answer = browser.get(way_back(provider, begun.headers["Location"]), base_url=base)
+    kept, gone = sorted(answer.headers.getlist("Set-Cookie"))
+    for part in ("collage_session=", "HttpOnly", "SameSite=Strict"):
+        assert part in kept
+    assert ("Secure" in kept) is secure
+    assert "collage_sign_in=;" in gone
 
 
-def test_the_token_of_a_session_never_reaches_the_browser(server, provider, api):
+def test_the_token_of_a_session_never_reaches_the_browser(browser, provider, api):
     given = []
     api.client.event_hooks["response"].append(lambda answer: given.append(answer.read()))
-    browser, answer = sign_in(server, provider)
+    answer = sign_in(browser, provider)
     [secret] = [found.split(b'"')[0] for body in given for found in body.split(b'"secret":"')[1:]]
     assert len(secret) > 40
     for shown in (answer, browser.get("/"), layout(browser)):
@@ -193,24 +183,24 @@ def test_the_token_of_a_session_never_reaches_the_browser(server, provider, api)
         assert secret.decode() not in str(shown.headers)
 
 
-def test_a_session_of_somebody_else_does_not_become_that_of_who_signs_in(server, provider, api):
+def test_a_session_of_somebody_else_does_not_become_that_of_who_signs_in(new_browser, provider, api):
     """As an attacker would: sign in, and leave the own session in the victim's browser."""
-    attacker, victim = server.test_client(), server.test_client()
+    attacker, victim = new_browser(), new_browser()
     attacker.post("/sign-in", data={"token": api.token("read", ["theirs"])[0]})
     cookie = attacker.get_cookie("collage_session").value
     victim.set_cookie("collage_session", cookie)
     victim.get(way_back(provider, begin(victim)))
     assert victim.get_cookie("collage_session").value != cookie
-    assert "Nothing is stored under this address" not in layout(victim, "/run/mine-1").text
+    assert NOT_SHOWN not in layout(victim, "/run/mine-1").text
     assert layout(attacker, "/run/mine-1").status_code == 401
 
 
 # What must not sign anybody in.
 
 
-def test_a_way_back_in_another_browser_signs_nobody_in(server, provider, api):
+def test_a_way_back_in_another_browser_signs_nobody_in(new_browser, provider, api):
     """As an attacker would: begin here, and lead a victim along the way back."""
-    attacker, victim, busy = (server.test_client() for _ in range(3))
+    attacker, victim, busy = (new_browser() for _ in range(3))
     path = way_back(provider, begin(attacker))
     begin(busy)
     for browser in (victim, busy):
@@ -222,31 +212,27 @@ def test_a_way_back_in_another_browser_signs_nobody_in(server, provider, api):
     assert attacker.get(path).status_code == 200
 
 
-def test_a_way_back_counts_once(server, provider, api):
-    browser = server.test_client()
+def test_a_way_back_counts_once(browser, new_browser, provider, api):
     path = way_back(provider, begin(browser))
     cookie = browser.get_cookie("collage_sign_in", path="/sign-in")
     assert browser.get(path).status_code == 200
-    browser.set_cookie("collage_sign_in", cookie.value, path="/sign-in")
-    assert browser.get(path).status_code == 403
-    other = server.test_client()
-    other.set_cookie("collage_sign_in", cookie.value, path="/sign-in")
-    assert other.get(path).status_code == 403
+    for again in (browser, new_browser()):
+        again.set_cookie("collage_sign_in", cookie.value, path="/sign-in")
+        assert again.get(path).status_code == 403
     assert (len(provider.token_requests), len(sessions(api))) == (1, 1)
 
 
 @pytest.mark.parametrize("state", ["", "another", "stäte"])
-def test_another_state_signs_nobody_in_and_spends_the_sign_in(server, provider, api, state):
-    browser = server.test_client()
+def test_another_state_signs_nobody_in_and_spends_the_sign_in(browser, provider, api, state):
     path = way_back(provider, begin(browser))
     assert browser.get(replaced(path, state=state)).status_code == 403
     assert browser.get(path).status_code == 403
     assert (provider.token_requests, sessions(api)) == ([], [])
 
 
-def test_a_code_of_another_sign_in_signs_nobody_in(server, provider, api):
+def test_a_code_of_another_sign_in_signs_nobody_in(new_browser, provider, api):
     """A code that was begun elsewhere has another verifier, whatever state it is put beside."""
-    mine, theirs = server.test_client(), server.test_client()
+    mine, theirs = new_browser(), new_browser()
     path, stolen = way_back(provider, begin(mine)), way_back(provider, begin(theirs))
     code = parse_qs(urlsplit(stolen).query)["code"][0]
     answer = mine.get(replaced(path, code=code))
@@ -267,8 +253,8 @@ def test_a_sign_in_that_took_too_long_is_over():
     assert under_way.take(None) is None
 
 
-def test_who_is_in_no_group_with_a_role_is_told_why(server, provider):
-    browser, answer = sign_in(server, provider, "eve", "/run/mine-1")
+def test_who_is_in_no_group_with_a_role_is_told_why(browser, provider):
+    answer = sign_in(browser, provider, "eve", "/run/mine-1")
     assert answer.status_code == 403
     said = answer.text.replace("&#39;", "'")
     assert "Eve may not sign in here: none of the person's groups (strangers) has a role" in said
@@ -277,8 +263,7 @@ def test_who_is_in_no_group_with_a_role_is_told_why(server, provider):
     assert layout(browser).status_code == 401
 
 
-def test_what_the_provider_says_instead_of_a_code_is_shown_escaped(server, provider):
-    browser = server.test_client()
+def test_what_the_provider_says_instead_of_a_code_is_shown_escaped(browser):
     state = parse_qs(urlsplit(begin(browser)).query)["state"][0]
     query = {"state": state, "error": "<script>alert(1)</script>" + "x" * 1_000}
     answer = browser.get("/sign-in/callback", query_string=query)
@@ -287,32 +272,31 @@ def test_what_the_provider_says_instead_of_a_code_is_shown_escaped(server, provi
     assert "x" * 100 not in answer.text
 
 
-def test_nobody_is_led_away(server, provider):
-    assert 'content="0; url=/"' in sign_in(server, provider, path="//evil.example")[1].text
+def test_nobody_is_led_away(browser, provider):
+    assert 'content="0; url=/"' in sign_in(browser, provider, path="//evil.example").text
 
 
-def test_a_foreign_page_begins_no_sign_in(server):
-    browser = server.test_client()
+def test_a_foreign_page_begins_no_sign_in(browser):
     answer = browser.get("/sign-in/provider?next=/incidents", headers={"Sec-Fetch-Site": "cross-site"})
     assert (answer.status_code, answer.headers["Location"]) == (303, "/sign-in?next=%2Fincidents")
     assert "Set-Cookie" not in answer.headers
 
 
-def test_refusals_are_limited_by_address_and_strangers_add_none(server, provider):
+def test_refusals_are_limited_by_address_and_strangers_add_none(new_browser, provider):
     for _ in range(MOST_FAILURES + 1):
-        assert server.test_client().get("/sign-in/callback?state=x&code=y").status_code == 403
+        assert new_browser().get("/sign-in/callback?state=x&code=y").status_code == 403
     for _ in range(MOST_FAILURES):
-        assert sign_in(server, provider, "eve")[1].status_code == 403
+        assert sign_in(new_browser(), provider, "eve").status_code == 403
     asked = len(provider.token_requests)
-    assert sign_in(server, provider, "ada")[1].status_code == 429
+    assert sign_in(new_browser(), provider).status_code == 429
     assert len(provider.token_requests) == asked
 
 
 # How it ends.
 
 
-def test_who_signs_out_is_led_to_the_provider_and_the_session_is_over(server, provider, api):
-    browser, _ = sign_in(server, provider)
+def test_who_signs_out_is_led_to_the_provider_and_the_session_is_over(browser, provider, api):
+    sign_in(browser, provider)
     cookie = browser.get_cookie("collage_session").value
     answer = browser.post("/sign-out")
     assert answer.status_code == 200
@@ -323,19 +307,18 @@ def test_who_signs_out_is_led_to_the_provider_and_the_session_is_over(server, pr
     assert layout(browser).status_code == 401
 
 
-def test_who_signs_out_of_a_session_that_is_over_is_out(server, provider, api):
-    browser, _ = sign_in(server, provider)
+def test_who_signs_out_of_a_session_that_is_over_is_out(browser, provider, api):
+    sign_in(browser, provider)
     api.ask("DELETE", f"/api/v1/tokens/{sessions(api)[0]['token_id']}")
     for _ in range(2):
         answer = browser.post("/sign-out")
         assert (answer.status_code, answer.headers["Location"]) == (303, "/sign-in")
 
 
-def test_a_token_signs_in_as_ever(server, api):
+def test_a_token_signs_in_as_ever(browser, api):
     secret, token = api.token("read", ["theirs"])
-    browser = server.test_client()
     assert browser.post("/sign-in", data={"token": secret, "next": "/"}).status_code == 303
-    assert "Nothing is stored under this address" in layout(browser, "/run/mine-1").text
+    assert NOT_SHOWN in layout(browser, "/run/mine-1").text
     assert browser.post("/sign-out").headers["Location"] == "/sign-in"
     known = {entry["token_id"]: entry["revoked_at"] for entry in api.ask("GET", "/api/v1/tokens").json()["tokens"]}
     assert known[token.token_id] is None
@@ -355,9 +338,9 @@ def test_a_provider_that_is_away_leaves_the_token(provider, tmp_path):
 
 def test_without_a_provider_the_page_is_as_it_was(tmp_path):
     with guarded_server(tmp_path) as opened:
-        server = dashboard_on(opened)
-        form = server.test_client().get("/sign-in").text
+        browser = dashboard_on(opened).test_client()
+        form = browser.get("/sign-in").text
         assert "required\nautofocus" in form
         for word in ("details", "Sign in with", 'class="button"'):
             assert word not in form
-        assert server.test_client().get("/sign-in/provider").status_code == 503
+        assert browser.get("/sign-in/provider").status_code == 503

@@ -7,25 +7,24 @@ from html import unescape
 
 import numpy as np
 import pytest
-from collage_dashboard.app import render
 from collage_dashboard.figures.heatmap import thumbnails
 from collage_dashboard.pages.rail import first_view, newest_answer, rail
-from collage_dashboard.view import MAXIMUM_RUNS, View, read_address
+from collage_dashboard.view import MAXIMUM_RUNS, View
 
-from collage_monitor import wire
+from tests.dashboard.figures.answers import heatmap_answer
 from tests.dashboard.generated import GeneratedRun
-from tests.dashboard.walk import components, text
+from tests.dashboard.walk import attributes, components, text
 
 
 def entries(shown):
-    """(id, what it says) of each run in the list."""
-    return [(name, text(part)) for part in components(shown) if (name := getattr(part, "data-run", None))]
+    """By id what the list says of each run, in its order."""
+    return {name: text(part) for part in components(shown) if (name := getattr(part, "data-run", None))}
 
 
 def test_the_gravest_stand_first_with_what_they_lose_now_and_live_ones_are_marked(reader):
-    shown, told = rail(View(page="run", runs=("run-plain",)), reader)
-    assert text(shown[0]) == "6 runs, 2 sick 1 live Layers Table"
-    found = dict(entries(shown))
+    listed, told = rail(View(page="run", runs=("run-plain",)), reader)
+    assert text(listed[0]) == "6 runs, 2 sick 1 live Layers Table"
+    found = entries(listed)
     assert list(found)[:2] == ["run-plain", "run-light"], "losing updates before stuck states"
     assert found["run-plain"] == "! plain Plain · bfloat16 33.2 %"
     assert found["run-light"].endswith("states are stuck")
@@ -38,15 +37,12 @@ def pixels(content):
     if isinstance(content, str):
         content = b64decode(content.removeprefix("data:image/png;base64,"))
     columns, rows = (int.from_bytes(content[start : start + 4], "big") for start in (16, 20))
-    packed = content[content.index(b"IDAT") + 4 : content.index(b"IEND") - 8]
-    return (
-        np.frombuffer(zlib.decompress(packed), np.uint8).reshape(rows, 1 + 4 * columns)[:, 1:].reshape(rows, -1, 4)
-    )
+    packed = zlib.decompress(content[content.index(b"IDAT") + 4 : content.index(b"IEND") - 8])
+    return np.frombuffer(packed, np.uint8).reshape(rows, 1 + 4 * columns)[:, 1:].reshape(rows, -1, 4)
 
 
-def test_the_fleet_shows_each_runs_layers_over_time_the_gravest_first(server, reader):
-    shown = render(read_address("/fleet", ""), reader)
-    links = [part for part in components(shown) if "/run/" in str(getattr(part, "href", ""))]
+def test_the_fleet_shows_each_runs_layers_over_time_the_gravest_first(server, shown):
+    links = [part for part in components(shown("/fleet")) if "/run/" in str(getattr(part, "href", ""))]
     assert [link.href for link in links[:2]] == ["/run/run-plain", "/run/run-light"]
     assert len(links) == len(server.runs)
     assert text(links[0]) == "! plain 33.2 % Plain · bfloat16"
@@ -61,54 +57,48 @@ def test_the_fleet_shows_each_runs_layers_over_time_the_gravest_first(server, re
     assert (redness[lost <= 0.25] < 0).all()
     assert pixels(dark.src)[0, 0, :3].max() < 90, "on a dark ground little loss is dark"
     assert light.alt == "Updates lost by layer over the run, plain"
-    few = components(render(read_address("/fleet", "?q=plus"), reader))
-    assert [part.href for part in few if "/run/" in str(getattr(part, "href", ""))] == ["/run/run-plus"]
+    few = attributes(shown("/fleet?q=plus"), "href")
+    assert [way for way in few if "/run/" in way] == ["/run/run-plus"]
 
 
-def test_a_link_to_a_run_unfurls_as_its_sentence_and_its_layers(app, reader):
-    client = app.server.test_client()
-    for asked in ("/run/run-plain", "/compare?run=run-plain&run=run-plus"):
-        document = client.get(asked, headers={"User-Agent": "Slackbot-LinkExpanding 1.0"}).get_data(as_text=True)
-        head = document.partition("</head>")[0]
-        told = dict(re.findall(r'<meta property="og:(\w+)" content="([^"]*)">', head))
-        if asked.startswith("/compare"):
-            assert (told["title"], told["description"][:8]) == ("Comparison of 2 runs", "Use Coll")
-            assert "image" not in told
-            continue
-        said = reader.ask(lambda server: server.overview("run-plain")).headline
-        assert (told["title"], unescape(told["description"])) == ("plain", said)
-        drawn = pixels(client.get(told["image"].removeprefix("http://localhost")).get_data())
-        assert 600 < drawn.shape[0] <= 630
-        assert 1100 < drawn.shape[1] <= 1200
-    plain = client.get("/run/run-plain", headers={"User-Agent": "Mozilla/5.0 Firefox"}).get_data(as_text=True)
-    assert "og:" not in plain, "a reader's head does not wait for the page"
-    assert client.get("/picture/nobody.png").status_code == 404
+def unfurled(http, address):
+    """What the head of the document says of its page to who makes a preview."""
+    document = http.get(address, headers={"User-Agent": "Slackbot-LinkExpanding 1.0"}).get_data(as_text=True)
+    return dict(re.findall(r'<meta property="og:(\w+)" content="([^"]*)">', document.partition("</head>")[0]))
+
+
+def test_a_link_to_a_run_unfurls_as_its_sentence_and_its_layers(http, server):
+    told = unfurled(http, "/run/run-plain")
+    said = server.client().overview("run-plain").headline
+    assert (told["title"], unescape(told["description"])) == ("plain", said)
+    drawn = pixels(http.get(told["image"].removeprefix("http://localhost")).get_data())
+    assert 600 < drawn.shape[0] <= 630
+    assert 1100 < drawn.shape[1] <= 1200
+    told = unfurled(http, "/compare?run=run-plain&run=run-plus")
+    assert (told["title"], told["description"][:8]) == ("Comparison of 2 runs", "Use Coll")
+    assert "image" not in told
+    document = http.get("/run/run-plain", headers={"User-Agent": "Mozilla/5.0 Firefox"}).get_data(as_text=True)
+    assert "og:" not in document, "a reader's head does not wait for the page"
+    assert http.get("/picture/nobody.png").status_code == 404
 
 
 def test_a_thumbnail_of_many_layers_has_the_worst_of_neighbours_and_undefined_cells_are_clear():
-    rows: list[list[wire.Number | None]] = [[0.0, None] for _ in range(999)]
-    rows.append([1.0, "NaN"])
-    names = [f"l{place}" for place in range(1000)]
-    answer = wire.Heatmap(
-        run_id="r", metric="lost_update_ratio", layers=names, first_steps=[1, 2], steps=[1, 2], values=rows
-    )
-    drawn = thumbnails(answer)["light"]
+    drawn = thumbnails(heatmap_answer([*[[0.0, None]] * 999, [1.0, "NaN"]], "lost_update_ratio"))["light"]
     assert drawn.shape == (64, 2, 4)
     assert drawn[-1, 0].tolist() == [0x7A, 0x2A, 0x08, 255]
     assert drawn[0, 0].tolist() == [0xF1, 0xF4, 0xF8, 255]
     assert (drawn[:, 1, 3] == 0).all()
-    nothing = wire.Heatmap(run_id="r", metric="lost_update_ratio", layers=[], first_steps=[], steps=[], values=[])
-    assert thumbnails(nothing) == {}
+    assert thumbnails(heatmap_answer([], "lost_update_ratio")) == {}
 
 
 def test_a_picked_run_is_listed_however_many_there_are(server, reader):
     for place in range(MAXIMUM_RUNS):
         server.runs[f"r{place}"] = GeneratedRun(f"r{place}", "plus", steps=10, run_id=f"r{place}")
     last = [*server.runs][-1]
-    names = [name for name, _ in entries(rail(View(page="run", runs=(last,)), reader)[0])]
+    names = list(entries(rail(View(page="run", runs=(last,)), reader)[0]))
     assert len(names) == MAXIMUM_RUNS + 1
     assert names[0] == last
-    assert last not in dict(entries(rail(View(page="first"), reader)[0]))
+    assert last not in entries(rail(View(page="first"), reader)[0])
 
 
 def test_without_a_pick_the_worst_live_run_is_shown_else_the_newest_projects_answer(server, reader):
@@ -130,15 +120,11 @@ def test_without_a_pick_the_worst_live_run_is_shown_else_the_newest_projects_ans
         ("/compare", "/compare?run=run-plain&amp;run=run-light"),
         ("/run/run-plain?tab=about", ""),
         ("/runs", ""),
+        ("/?q=plus&sort=name", "/runs?q=plus&amp;sort=name"),
     ],
 )
-def test_a_document_says_by_which_address_its_page_goes(app, asked, leads):
-    document = app.server.test_client().get(asked).get_data(as_text=True)
-    [told] = re.findall(r'data-leads="([^"]*)"', document)
+def test_a_document_says_by_which_address_its_page_goes(http, asked, leads):
+    """The last is an old address of the table."""
+    [told] = re.findall(r'data-leads="([^"]*)"', http.get(asked).get_data(as_text=True))
     assert told.startswith(leads)
     assert bool(told) == bool(leads)
-
-
-def test_an_old_address_of_the_table_goes_on_under_its_own(app):
-    document = app.server.test_client().get("/?q=plus&sort=name").get_data(as_text=True)
-    assert 'data-leads="/runs?q=plus&amp;sort=name"' in document

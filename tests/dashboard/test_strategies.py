@@ -18,10 +18,8 @@ from collage_monitor.recommendation import recommendation
 from collage_monitor.seeds import Estimate
 from collage_monitor.strategies import strategy_title
 from collage_monitor.strategy_results import StrategyResult, results_by_strategy, run_results
-from tests.dashboard.generated import GeneratedRun
+from tests.dashboard.generated import DEMO, GeneratedRun
 from tests.dashboard.walk import by_id, text
-
-DEMO = ("run-plain", "run-light", "run-plus", "run-master-weights", "run-fp32-reference")
 
 
 @pytest.fixture

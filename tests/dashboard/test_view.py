@@ -108,10 +108,15 @@ def test_a_zoom_without_two_ends_in_order_is_none(search):
         ("800", (800, 800)),
         ("1,500", (1500, 1500)),
         ("8-9", (8, 9)),
+        ("8 – 9", (8, 9)),
         ("9-9", (9, 9)),
         ("9-8", None),
+        ("-3", None),
         ("1-2-3", None),
+        ("now", None),
     ],
 )
-def test_a_range_of_steps_ends_where_it_begins_or_later(text, steps):
-    assert read_steps(text) == steps
+def test_a_step_or_a_range_is_read_as_people_write_it_and_ends_where_it_begins_or_later(text, steps):
+    view = read_address("/run/a", f"?at={text}")
+    assert read_steps(text) == view.at == steps
+    assert read_address(*write_address(view)) == view

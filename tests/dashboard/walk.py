@@ -26,3 +26,14 @@ def text(tree):
 def by_id(tree, identifier):
     """The component with this id."""
     return next(part for part in components(tree) if getattr(part, "id", None) == identifier)
+
+
+def attributes(tree, name):
+    """What the components below `tree` that have this attribute have there, in order."""
+    return [found for part in components(tree) if (found := getattr(part, name, None)) is not None]
+
+
+def figures(tree):
+    """The ids of the run's figures below `tree`, which say kind and metric."""
+    found = [identifier for identifier in attributes(tree, "id") if isinstance(identifier, dict)]
+    return [identifier for identifier in found if identifier["type"] == "run-figure"]

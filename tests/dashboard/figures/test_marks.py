@@ -1,5 +1,6 @@
 """What stands in each curve of a run: the threshold of the alert about it, and since when it is different."""
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from collage_dashboard.figures.series import shade_beyond
 from collage_dashboard.pages.run_content import draw
 from collage_dashboard.pages.run_curves import Story, cured_at
+from collage_dashboard.pages.run_layers import keys_of_layers, layer_rows
 from collage_dashboard.view import View
 
 from collage_monitor import wire
@@ -21,16 +23,19 @@ METRICS = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
 JUMPED_AT = 800
 
 
+def half_lost(totals):
+    """These totals where half of the faithful updates are lost."""
+    lost = np.floor(totals["faithful"] / 2)
+    return totals | {"lost": lost, "faithful": totals["faithful"] - lost}
+
+
 @dataclass
 class Jumping(GeneratedRun):
     """From a step on half of the updates are lost; the loss and the rate know nothing of it."""
 
     def totals(self, step):
         totals = super().totals(step)
-        if step >= JUMPED_AT:
-            lost = np.floor(totals["faithful"] / 2)
-            totals |= {"lost": lost, "faithful": totals["faithful"] - lost}
-        return totals
+        return half_lost(totals) if step >= JUMPED_AT else totals
 
     def scalars(self, step):
         return super().scalars(step) | {"loss": float(2.5 + 0.03 * np.sin(step * 1.7))}
@@ -42,14 +47,28 @@ def drawn(reader, run_id, strategy, **view):
     return {metric: draw("first", metric, shown, reader, Story(strategy=strategy)) for metric in METRICS}
 
 
-def bands(figures, metric):
+def bands(figure):
     """(from, to) of what is shaded in a curve."""
-    return [(shape.y0, shape.y1) for shape in figures[metric].layout.shapes if shape.type == "rect"]
+    return [(shape.y0, shape.y1) for shape in figure.layout.shapes if shape.type == "rect"]
 
 
-def onsets(figures, metric):
+def onsets(figure):
     """The steps at which a curve is marked."""
-    return [shape.x0 for shape in figures[metric].layout.shapes if shape.yref == "y domain"]
+    return [shape.x0 for shape in figure.layout.shapes if shape.yref == "y domain"]
+
+
+def lines(figure):
+    """The steps at which something is marked from the bottom to the top."""
+    return [shape.x0 for shape in figure.layout.shapes if shape.type == "line" and shape.x0 == shape.x1]
+
+
+def handle(figure):
+    """What the mark of a curve says."""
+    [note] = [note for note in figure.layout.annotations if note.text == "▾"]
+    return note.hovertext
+
+
+MARKED = [("first", "loss"), ("first", "edq_ratio"), ("heatmap", "lost_update_ratio")]
 
 
 @pytest.mark.parametrize(("run_id", "strategy"), [("run-plain", "plain"), ("run-plus", "plus")])
@@ -57,17 +76,16 @@ def test_an_alerts_threshold_is_a_band_to_the_end_of_the_fixed_scale_without_wor
     reader, run_id, strategy
 ):
     figures = drawn(reader, run_id, strategy)
-    assert bands(figures, "edq_ratio") == [(0, 0.9)]
-    assert bands(figures, "lost_update_ratio") == [(25, 100)]
-    assert not bands(figures, "loss")
+    assert bands(figures["edq_ratio"]) == [(0, 0.9)]
+    assert bands(figures["lost_update_ratio"]) == [(25, 100)]
+    assert not bands(figures["loss"])
     assert not any(shape.label.text for figure in figures.values() for shape in figure.layout.shapes)
 
 
 def test_a_tabs_curve_has_its_band_where_it_comes_near_it(reader):
     def band(run_id, strategy):
         view = View(page="run", runs=(run_id,), tab="curves")
-        figure = draw("series", "edq_ratio", view, reader, Story(strategy=strategy))
-        return [(shape.y0, shape.y1) for shape in figure.layout.shapes if shape.type == "rect"]
+        return bands(draw("series", "edq_ratio", view, reader, Story(strategy=strategy)))
 
     [(low, high)] = band("run-plain", "plain")
     assert 0.7 < low < high == 0.9
@@ -75,13 +93,13 @@ def test_a_tabs_curve_has_its_band_where_it_comes_near_it(reader):
 
 
 def test_a_curve_that_no_alert_judges_has_no_band(reader):
-    assert not bands(drawn(reader, "run-live", "stochastic"), "lost_update_ratio"), "the window is judged"
-    assert not bands(drawn(reader, "run-plain", "plain", layer="head.weight"), "edq_ratio"), "the model is judged"
+    assert not bands(drawn(reader, "run-live", "stochastic")["lost_update_ratio"]), "the window is judged"
+    assert not bands(drawn(reader, "run-plain", "plain", layer="head.weight")["edq_ratio"]), "the model is judged"
 
 
 @pytest.mark.parametrize("scale", ["linear", "log"])
 def test_a_band_stands_on_either_scale(reader, scale):
-    [(low, high)] = bands(drawn(reader, "run-plain", "plain", scale=scale), "edq_ratio")
+    [(low, high)] = bands(drawn(reader, "run-plain", "plain", scale=scale)["edq_ratio"])
     assert 0 <= low < high == 0.9
 
 
@@ -89,21 +107,17 @@ def test_an_onset_is_marked_in_the_curve_that_has_it_and_found_while_the_run_liv
     """Only EDQ's were marked, and in all curves alike."""
     run = Jumping("jumping", "plus", run_id="run-jumping", steps=JUMPED_AT - 10, state="running")
     server.runs[run.run_id] = run
-    assert onsets(drawn(reader, run.run_id, "plus"), "lost_update_ratio") == []
+    assert onsets(drawn(reader, run.run_id, "plus")["lost_update_ratio"]) == []
     run.steps = 2 * JUMPED_AT
     figures = drawn(reader, run.run_id, "plus")
-    assert onsets(figures, "lost_update_ratio") == [JUMPED_AT]
-    assert onsets(figures, "loss") == onsets(figures, "learning_rate") == []
-    [handle] = [note for note in figures["lost_update_ratio"].layout.annotations if note.text == "▾"]
-    assert handle.hovertext.startswith("Updates lost changed at step 800: 0 % before, 50.0 % after")
-
-
-def test_a_tabs_curves_are_marked_alike(server, reader):
-    server.runs["run-jumping"] = Jumping("jumping", "plus", run_id="run-jumping", steps=2 * JUMPED_AT)
+    assert onsets(figures["lost_update_ratio"]) == [JUMPED_AT]
+    assert onsets(figures["loss"]) == onsets(figures["learning_rate"]) == []
+    told = handle(figures["lost_update_ratio"])
+    assert told.startswith("Updates lost changed at step 800: 0 % before, 50.0 % after")
     view = View(page="run", runs=("run-jumping",), tab="curves")
-    figure = draw("series", "lost_update_ratio", view, reader, Story(strategy="plus"))
-    assert [shape.x0 for shape in figure.layout.shapes if shape.yref == "y domain"] == [JUMPED_AT]
-    assert [shape.y0 for shape in figure.layout.shapes if shape.type == "rect"] == [25]
+    of_the_tab = draw("series", "lost_update_ratio", view, reader, Story(strategy="plus"))
+    assert onsets(of_the_tab) == [JUMPED_AT]
+    assert [low for low, _ in bands(of_the_tab)] == [25]
 
 
 def test_each_curve_of_the_first_screen_has_160_pixels_whatever_is_marked(reader):
@@ -116,20 +130,17 @@ def test_each_curve_of_the_first_screen_has_160_pixels_whatever_is_marked(reader
 
 def test_where_it_began_is_marked_in_every_curve_and_in_the_heatmap(reader):
     view = View(page="run", runs=("run-plain",))
-    for kind, metric in (("first", "loss"), ("first", "edq_ratio"), ("heatmap", "lost_update_ratio")):
+    for kind, metric in MARKED:
         for marks in ((), ((50, "note by ada"),)):
-            figure = draw(kind, metric, view, reader, Story(since=50, marks=marks))
-            places = [shape.x0 for shape in figure.layout.shapes if shape.type == "line" and shape.x0 == shape.x1]
-            assert places == [50]
+            assert lines(draw(kind, metric, view, reader, Story(since=50, marks=marks))) == [50]
 
 
 @pytest.mark.parametrize("axis", ["step", "tokens"])
 def test_the_step_of_a_clicked_cell_is_marked_in_every_curve_and_in_the_heatmap(reader, axis):
     view = View(page="run", runs=("run-plain",), layer="head.weight", step=50, axis=axis)
-    for kind, metric in (("first", "loss"), ("first", "edq_ratio"), ("heatmap", "lost_update_ratio")):
+    for kind, metric in MARKED:
         figure = draw(kind, metric, view, reader, Story())
-        places = [shape.x0 for shape in figure.layout.shapes if shape.type == "line" and shape.x0 == shape.x1]
-        assert places == [50 if axis == "step" else 2048 * 50], (kind, metric)
+        assert lines(figure) == [50 if axis == "step" else 2048 * 50], (kind, metric)
 
 
 def lost(run, first, last):
@@ -172,7 +183,7 @@ def test_what_a_schedule_will_lose_is_drawn_before_it_happens(server, reader, sc
     steps, shares = zip(*known.shares, strict=True)
     assert (ahead.x, ahead.y) == (steps, pytest.approx([100 * share for share in shares]))
     assert figure.layout.title.text == f"forecast: over 25.0 % from step {known.onset}"
-    assert onsets({"lost": figure}, "lost") == [known.onset]
+    assert onsets(figure) == [known.onset]
     plain = draw("first", "lost_update_ratio", View(page="run", runs=("run-plain",)), reader, Story())
     assert "forecast" not in {trace.name for trace in plain.data}
 
@@ -196,5 +207,74 @@ def test_a_curve_without_a_point_to_draw_has_no_band(values, logarithmic):
     """The page of such a run ended in an error."""
     figure = go.Figure(go.Scatter(x=list(range(len(values))), y=values))
     figure.update_layout(yaxis={"type": "log" if logarithmic else "linear"})
-    condition = next(entry for entry in ALERTS["CollageEdqLow"].conditions)
+    condition, *_ = ALERTS["CollageEdqLow"].conditions
     assert not shade_beyond(figure, condition).layout.shapes
+
+
+EVERY, FALLS_AT = 40, 2960
+"""It is the second measured step of a point of two, of a curve, and of four, of the table of layers."""
+
+
+@dataclass
+class Falling(GeneratedRun):
+    """From a step on half of the updates, and of the descent, are lost; none before."""
+
+    def totals(self, step):
+        totals = super().totals(step)
+        totals |= {"lost": 0.0 * totals["lost"], "faithful": totals["faithful"] + totals["lost"]}
+        if step >= FALLS_AT:
+            totals = half_lost(totals) | {"intended_effective_sum": totals["intended_effective_sum"] / 2}
+        return totals
+
+
+FALLING = Falling("falling", "plus", run_id="run-falling", steps=16_000, every=EVERY, blocks=1)
+
+
+def mark_of(server, reader, axis, since):
+    """Where points of the curve of lost updates merge steps: where it is marked, and what its handle says."""
+    server.runs["run-falling"] = FALLING
+    view = View(page="run", runs=("run-falling",), tab="curves", axis=axis)
+    figure = draw("series", "lost_update_ratio", view, reader, Story(strategy="plus", since=since))
+    [place] = onsets(figure)
+    return place, handle(figure)
+
+
+def test_a_curves_mark_is_the_headlines_step_where_the_curve_cannot_say_better(server, reader):
+    place, told = mark_of(server, reader, "step", FALLS_AT)
+    assert place == FALLS_AT
+    assert told.startswith(f"Updates lost changed at step {FALLS_AT:,}: ")
+    place, _ = mark_of(server, reader, "tokens", FALLS_AT)
+    assert 2048 * FALLS_AT <= place <= 2048 * (FALLS_AT + 2 * EVERY), "the point that holds the step"
+
+
+@pytest.mark.parametrize("since", [None, 10_000])
+def test_a_curves_mark_is_not_before_the_change(server, reader, since):
+    place, told = mark_of(server, reader, "step", since)
+    found = re.match(r"Updates lost changed between steps ([\d,]+) and ([\d,]+): ", told)
+    assert found
+    before, changed = (int(step.replace(",", "")) for step in found.groups())
+    assert before < FALLS_AT <= changed == place <= FALLS_AT + 2 * EVERY
+
+
+def layers_of(server, reader, run):
+    """The rows of the table of layers of this run."""
+    server.runs[run.run_id] = run
+    return layer_rows(reader, run.run_id, keys_of_layers(server.client().run(run.run_id)), None)
+
+
+def test_the_table_of_layers_has_since_when_each_loses_by_the_share_beside_it(server, reader):
+    rows = layers_of(server, reader, FALLING)
+    assert len(rows) == len(FALLING.layers)
+    assert {FALLS_AT <= row["since"] <= FALLS_AT + 4 * EVERY for row in rows} == {True}
+
+
+class Always(GeneratedRun):
+    """It loses as much from the first step on."""
+
+    def totals(self, step):
+        return super().totals(self.steps)
+
+
+def test_a_layer_that_was_never_above_has_the_first_step(server, reader):
+    rows = layers_of(server, reader, Always("always", "plain", every=EVERY, blocks=1))
+    assert {row["since"] for row in rows if row["edq_ratio"] < 0.9} == {EVERY}
