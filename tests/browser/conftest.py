@@ -7,11 +7,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from collage_monitor.client import Client
 from tests.dashboard.generated import GeneratedRun, demo_runs
 from tests.dashboard.posting import post_run
 from tests.ports import command, free_port, running
 from tests.system import chromium
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, until
 
 CHROMIUM_FLAGS = (
     "--no-sandbox",
@@ -78,16 +79,38 @@ def dashboard_url(server_url, dashboard_port, tmp_path_factory):
         yield url
 
 
-@pytest.fixture
-def growing(server_url):
-    """A run that is half done, and a way to take it further."""
+@pytest.fixture(scope="module")
+def client(server_url):
+    """A client of the server, with the token of its folder."""
     address, token_file = server_url
-    run = GeneratedRun("growing", "plus", state="running", run_id="run-growing")
+    with Client(address, token_file.read_text().strip()) as own:
+        yield own
 
-    def post(steps):
-        post_run(address, run, token_file.read_text().strip(), steps)
 
-    post(100)
+@pytest.fixture(scope="module")
+def evaluated(client):
+    """The same, once the server has looked at all runs."""
+    wait_for_evaluation(client)
+    return client
+
+
+def wait_for_evaluation(client):
+    """Wait until the server has looked at all runs."""
+    until(lambda: all(row.overview for row in client.run_table(limit=500).rows), "the evaluation of all runs")
+
+
+@pytest.fixture(scope="module")
+def send(server_url):
+    """Posts a run to the server, or more `steps` of it, or from a `first` one on."""
+    address, token_file = server_url
+    return partial(post_run, address, token=token_file.read_text().strip())
+
+
+@pytest.fixture
+def growing(send):
+    """A run that is half done, and a way to take it further."""
+    post = partial(send, GeneratedRun("growing", "plus", state="running", run_id="run-growing"))
+    post(steps=100)
     return post
 
 
@@ -113,9 +136,27 @@ def browser():
 
 
 @pytest.fixture
-def watched(open_page, dashboard_url):
-    """A fresh page of the dashboard over the runs."""
-    return open_page(dashboard_url)
+def page(open_page, dashboard_url):
+    """A fresh page for the dashboard over the runs."""
+    return open_page(dashboard_url).page
+
+
+@pytest.fixture
+def goto(page, dashboard_url):
+    """Leads that page to a path of the dashboard, and gives it once what the selector `there` names is on it."""
+
+    def lead(path, there=None, *, width=None, height=1000, scheme=None):
+        if width is not None:
+            page.set_viewport_size({"width": width, "height": height})
+        if scheme is not None:
+            page.emulate_media(color_scheme=scheme)
+        page.goto(dashboard_url + path)
+        if there is not None:
+            # A line that is level has no height, by which a browser calls it invisible.
+            page.locator(there).first.wait_for(state="attached" if there.endswith(".trace") else "visible")
+        return page
+
+    return lead
 
 
 @pytest.fixture(scope="session")

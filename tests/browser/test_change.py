@@ -5,7 +5,6 @@ import re
 import msgspec
 import pytest
 
-from collage_monitor.client import Client
 from tests.browser.boxes import drag
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.test_before_after import RAISED_AT, Raised
@@ -45,9 +44,8 @@ def runs():
     return [Falling("falling", "plus", run_id="run-falling", steps=600), raised]
 
 
-def test_the_sentence_names_the_step_and_the_layers(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/runs")
+def test_the_sentence_names_the_step_and_the_layers(goto):
+    page = goto("/runs")
     verdict = page.locator(f".runs-grid .verdict-cell[title*='since step {FELL_AT}']")
     verdict.wait_for()
     sentence = verdict.get_attribute("title")
@@ -56,25 +54,20 @@ def test_the_sentence_names_the_step_and_the_layers(watched):
     page.locator(".answer .verdict", has_text=f"since step {FELL_AT}").wait_for()
     page.locator(".answer").get_by_text(re.compile(rf"since step {FELL_AT}; .*changed then")).wait_for()
     page.get_by_role("tab", name="Layers").click()
-    worst = page.locator(".layers-grid .ag-row[row-index='0'] [col-id='layer']")
-    worst.wait_for()
-    assert worst.inner_text() in FALLEN
+    assert page.locator(".layers-grid .ag-row[row-index='0'] [col-id='layer']").inner_text() in FALLEN
 
 
 @pytest.mark.nightly
-def test_a_layer_says_what_it_is_and_its_histogram_what_changed_and_layers_are_grouped_by_type(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-falling?layer={FALLEN[0]}&tab=histogram")
+def test_a_layer_says_what_it_is_and_its_histogram_what_changed_and_layers_are_grouped_by_type(goto):
+    page = goto(f"/run/run-falling?layer={FALLEN[0]}&tab=histogram")
     card = page.locator("#run-layer-card")
-    card.get_by_text(
-        re.compile(r"64 × 32 · 2,048 elements · 8\.3 % of the model · bfloat16 · Linear · ")
-    ).wait_for()
+    told = re.compile(r"64 × 32 · 2,048 elements · 8\.3 % of the model · bfloat16 · Linear · ")
+    card.get_by_text(told).wait_for()
     assert "reported by 1 of 1 ranks" in card.inner_text()
     for metric in ("edq_ratio", "lost_update_ratio", "param_norm", "state_decrement_ratio/exp_avg_sq"):
         card.locator(f"[data-metric='{metric}'] .value", has_text=re.compile(r"\d")).wait_for()
-    page.locator(
-        "#run-panel .gtitle", has_text=f"steps {FELL_AT} to 600; line: before the change, steps 10 to 300"
-    ).wait_for()
+    title = f"steps {FELL_AT} to 600; line: before the change, steps 10 to 300"
+    page.locator("#run-panel .gtitle", has_text=title).wait_for()
     page.wait_for_function("document.querySelectorAll('#run-panel .scatterlayer .trace').length >= 1")
     page.get_by_role("tab", name="Elements").click()
     page.locator('#run-panel [id*=\'"kind":"classes"\'] .gtitle', has_text=FALLEN[0]).wait_for()
@@ -89,37 +82,33 @@ def test_a_layer_says_what_it_is_and_its_histogram_what_changed_and_layers_are_g
 
 
 @pytest.fixture
-def marked(watched, server_url):
+def marked(goto, client):
     """The run's page, its onset marked."""
-    address, token_file = server_url
-    with Client(address, token_file.read_text().strip()) as client:
-        until(lambda: [change.step for change in client.overview("run-falling").changes] == [FELL_AT], "the onset")
-    watched.page.goto(f"{watched.url}/run/run-falling")
-    watched.page.wait_for_function(f"{STACK}?.layout.shapes?.some(shape => shape.x0 === {FELL_AT})")
-    return watched.page
+    until(lambda: [change.step for change in client.overview("run-falling").changes] == [FELL_AT], "the onset")
+    page = goto("/run/run-falling")
+    page.wait_for_function(f"{STACK}?.layout.shapes?.some(shape => shape.x0 === {FELL_AT})")
+    return page
 
 
 def click_beside(page, pixels):
     """Click so many pixels to the right of the onset's line in the topmost curve."""
-    area = page.locator("#run-stack .nsewdrag").first
+    area = page.locator(CURVES).first
     at = page.evaluate(f"{STACK}._fullLayout.xaxis.d2p({FELL_AT})")
     area.click(position={"x": at + pixels, "y": area.bounding_box()["height"] / 2})
 
 
-def asked_about(page, step):
-    """Wait until the page asks what changed at the step."""
-    page.wait_for_function("step => new URLSearchParams(location.search).get('at') === String(step)", arg=step)
+ASKED_ABOUT_IT = f"new URLSearchParams(location.search).get('at') === '{FELL_AT}'"
+"""Whether the page asks what changed at the onset."""
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("pixels", [5, 0, -5])
 def test_a_click_beside_a_mark_asks_about_the_mark(marked, pixels):
     """Two measured steps are so near together that one cannot aim between them."""
-    page = marked
-    page.set_viewport_size({"width": 390, "height": 900})
-    page.wait_for_function(f"{STACK}._fullLayout.width > 320")
-    click_beside(page, pixels)
-    asked_about(page, FELL_AT)
+    marked.set_viewport_size({"width": 390, "height": 900})
+    marked.wait_for_function(f"{STACK}._fullLayout.width > 320")
+    click_beside(marked, pixels)
+    marked.wait_for_function(ASKED_ABOUT_IT)
 
 
 @pytest.mark.nightly
@@ -132,10 +121,10 @@ def test_a_click_further_away_asks_about_the_step_itself_and_keys_about_the_mark
     assert "n and p ask what changed at the next and the previous mark" in place.get_attribute("aria-label")
     place.focus()
     page.keyboard.press("n")
-    asked_about(page, FELL_AT)
+    page.wait_for_function(ASKED_ABOUT_IT)
     page.locator("#run-change", has_text="Before, steps").wait_for()
     page.keyboard.press("p")
-    asked_about(page, FELL_AT)
+    page.wait_for_function(ASKED_ABOUT_IT)
 
 
 READY = f"{STACK}?.data?.length > 0"
@@ -156,28 +145,28 @@ def field(page):
     return page.get_by_label("What changed at this step, or in this range of steps")
 
 
-def test_a_link_arrives_at_what_changed_and_a_typed_step_or_range_stands_in_the_address(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-raised?at=1200")
+def ask(page, text):
+    """Type a step or a range in place of what stands in the field."""
+    page.keyboard.press("Control+a")
+    page.keyboard.type(text)
+    page.keyboard.press("Enter")
+
+
+def test_a_link_arrives_at_what_changed_and_a_typed_step_or_range_stands_in_the_address(goto):
+    page = goto("/run/run-raised?at=1200")
     page.get_by_role("region", name="What changed at step 1,200").wait_for()
     page.wait_for_function(
         "document.querySelector('#run-change')?.getBoundingClientRect().bottom <= window.innerHeight + 1"
     )
     page.wait_for_function(READY)
     field(page).focus()
-    page.keyboard.press("Control+a")
-    page.keyboard.type("now")
-    page.keyboard.press("Enter")
+    ask(page, "now")
     page.get_by_text("Give a step, such as 800, or a range of steps, such as 800-900").wait_for()
-    page.keyboard.press("Control+a")
-    page.keyboard.type("800")
-    page.keyboard.press("Enter")
+    ask(page, "800")
     [row] = rows(page, "What changed at step 800")
     assert (row[0], row[3]) == ("Learning rate", "× 3.00")
     assert "at=800" in page.url
-    page.keyboard.press("Control+a")
-    page.keyboard.type("400-600")
-    page.keyboard.press("Enter")
+    ask(page, "400-600")
     page.get_by_role("region", name="What changed in steps 400 to 600").get_by_text("No reported value").wait_for()
     marks = "document.querySelector('#run-stack .js-plotly-plot').layout.shapes?.map((shape) => shape.x0)"
     page.wait_for_function(f"{marks}?.includes(400) && {marks}.includes(600)")
@@ -189,9 +178,8 @@ def test_a_link_arrives_at_what_changed_and_a_typed_step_or_range_stands_in_the_
     assert field(page).input_value() == ""
 
 
-def test_a_click_on_a_curve_asks_there_and_a_double_click_shows_all_steps_and_asks_nothing(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-raised?from=400&to=1200")
+def test_a_click_on_a_curve_asks_there_and_a_double_click_shows_all_steps_and_asks_nothing(goto):
+    page = goto("/run/run-raised?from=400&to=1200")
     page.wait_for_function(READY)
     curve = page.locator(CURVES).nth(1)
     curve.dblclick()
@@ -207,9 +195,8 @@ def test_a_click_on_a_curve_asks_there_and_a_double_click_shows_all_steps_and_as
 
 
 @pytest.mark.nightly
-def test_the_steps_that_a_zoom_shows_are_held_against_as_many_before(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-raised")
+def test_the_steps_that_a_zoom_shows_are_held_against_as_many_before(goto):
+    page = goto("/run/run-raised")
     page.wait_for_function(READY)
     button = page.get_by_role("button", name="What changed in the steps shown")
     drag(page.locator(CURVES).first, (0.55, 0.5), (0.9, 0.5))

@@ -9,7 +9,6 @@ import pytest
 from tests.browser.boxes import downloaded_picture, drag
 from tests.browser.questions import asks_for
 from tests.dashboard.generated import GeneratedRun
-from tests.dashboard.posting import post_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -21,52 +20,37 @@ def tick(page, name):
     page.get_by_role("checkbox", name=f"Pick {name} to compare", exact=True).check()
 
 
+def address_of(names):
+    return "/compare?" + "&".join(f"run=run-{name.replace(' ', '-')}" for name in names)
+
+
 def drawn(page, chart=0):
     """Wait for a chart's curves. A line that is level has no height, by which a browser calls it invisible."""
     page.wait_for_selector(f"#compare-chart-{chart} .scatterlayer .trace", state="attached")
 
 
-def open_comparison(watched, names=PICKED):
-    """Open the comparison of the named runs by its address."""
-    runs = "&".join(f"run=run-{name.replace(' ', '-')}" for name in names)
-    watched.page.goto(f"{watched.url}/compare?{runs}")
-    drawn(watched.page)
-    return watched.page
-
-
-def compare(page, url, names=PICKED):
-    """From the table of runs to the comparison of the named ones."""
-    page.goto(f"{url}/runs")
-    for name in names:
-        tick(page, name)
-    page.get_by_role("link", name=f"Compare {len(names)} runs").click()
-    drawn(page)
-
-
-def legend(page, chart):
-    """The names of a chart's curves; the page has one legend with all of them."""
+def curves_of(page, chart):
+    """By name the last value of each line that a chart shows."""
     drawn(page, chart)
-    shared = page.locator("#compare-legend .run-label").all_text_contents()
-    names = page.evaluate(
-        """chart => document.querySelector(`#compare-chart-${chart} .js-plotly-plot`).data
-            .filter(trace => trace.showlegend !== false).map(trace => trace.name)""",
+    return page.evaluate(
+        """chart => Object.fromEntries(document.querySelector(`#compare-chart-${chart} .js-plotly-plot`).data
+            .filter(trace => trace.showlegend !== false && trace.visible !== false)
+            .map(trace => [trace.name, trace.y.at(-1)]))""",
         chart,
     )
-    assert sorted(shared) == sorted(names)
-    return names
 
 
-def test_the_runs_table_leads_to_curves_with_the_right_names_and_numbers_and_back(watched):
-    page = watched.page
-    compare(page, watched.url)
+def test_the_runs_table_leads_to_curves_with_the_right_names_and_numbers_and_back(goto):
+    page = goto("/runs")
+    for name in PICKED:
+        tick(page, name)
+    page.get_by_role("link", name=f"Compare {len(PICKED)} runs").click()
+    drawn(page)
     assert "/compare?run=run-plain" in page.url
+    shared = page.locator("#compare-legend .run-label").all_text_contents()
     for chart in range(4):
-        assert sorted(legend(page, chart)) == sorted(PICKED)
-    curves = page.evaluate(
-        """() => Object.fromEntries(document.querySelector('#compare-chart-0 .js-plotly-plot').data
-            .filter(trace => trace.showlegend !== false)
-            .map(trace => [trace.name, trace.y[trace.y.length - 1]]))"""
-    )
+        assert sorted(curves_of(page, chart)) == sorted(shared) == sorted(PICKED)
+    curves = curves_of(page, 0)
     assert curves["plain"] == pytest.approx(0.84, abs=0.02)
     assert curves["plus"] == pytest.approx(1.0, abs=1e-9)
     row = page.locator("#compare-table tr", has_text="Collage light")
@@ -83,8 +67,8 @@ def test_the_runs_table_leads_to_curves_with_the_right_names_and_numbers_and_bac
 
 
 @pytest.mark.nightly
-def test_another_metric_and_other_strategies_stand_in_the_address_and_come_back_from_it(watched):
-    page = open_comparison(watched)
+def test_another_metric_and_other_strategies_stand_in_the_address_and_come_back_from_it(goto):
+    page = goto(address_of(PICKED))
     answer = page.locator("#compare-advice .answer .verdict")
     answer.get_by_text("Use Collage plus · bfloat16").wait_for()
     assert len(answer.inner_text().replace("✓", "").split()) <= 15
@@ -103,13 +87,11 @@ def test_another_metric_and_other_strategies_stand_in_the_address_and_come_back_
     page.locator("#compare-axis").get_by_text("Tokens").click()
     page.wait_for_function("location.search.includes('metric=param_norm')")
     page.wait_for_function("location.search.includes('axis=tokens')")
-    page.wait_for_function(
-        "document.querySelector('#compare-chart-3 .ytitle')?.textContent.startsWith('Weight norm')"
-    )
+    page.locator("#compare-chart-3 .ytitle", has_text="Weight norm").wait_for()
     address = page.url
     page.goto("about:blank")
     page.goto(address)
-    assert sorted(legend(page, 3)) == sorted(PICKED)
+    assert sorted(curves_of(page, 3)) == sorted(PICKED)
     said.get_by_text(told).wait_for()
     assert page.locator("#compare-metric").input_value() == "Weight norm"
     assert page.locator("#compare-chart-3 .ytitle").text_content() == "Weight norm (weight)"
@@ -122,9 +104,8 @@ def test_another_metric_and_other_strategies_stand_in_the_address_and_come_back_
 
 
 @pytest.mark.nightly
-def test_a_tab_of_a_live_run_draws_its_figures_and_keeps_them(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-live")
+def test_a_tab_of_a_live_run_draws_its_figures_and_keeps_them(goto):
+    page = goto("/run/run-live")
     page.get_by_role("tab", name="Oracle").click()
     drawn = "document.querySelectorAll('#run-panel .js-plotly-plot:has(.scatterlayer .trace)').length"
     page.wait_for_function(f"{drawn} === 4")
@@ -134,10 +115,8 @@ def test_a_tab_of_a_live_run_draws_its_figures_and_keeps_them(watched):
     assert page.evaluate(drawn) == 4
 
 
-def test_a_live_curve_grows_without_a_reload_and_keeps_the_zoom(watched, growing):
-    page = watched.page
-    page.goto(f"{watched.url}/compare?run=run-growing&run=run-plain")
-    drawn(page)
+def test_a_live_curve_grows_without_a_reload_and_keeps_the_zoom(goto, growing):
+    page = goto("/compare?run=run-growing&run=run-plain", "#compare-chart-0 .scatterlayer .trace")
     last = """() => { const traces = document.querySelector('#compare-chart-0 .js-plotly-plot').data;
         return traces.filter(trace => trace.name === 'growing')[0].x.at(-1) }"""
     assert page.evaluate(last) == 100
@@ -148,7 +127,7 @@ def test_a_live_curve_grows_without_a_reload_and_keeps_the_zoom(watched, growing
     plots = "[...document.querySelectorAll(\"[id^='compare-chart-'] .js-plotly-plot\")]"
     each = f"{plots}.map(plot => `${{plot.layout.xaxis.range}}`)"
     page.wait_for_function(f"{each}.every(range => range === '{zoom[0]},{zoom[1]}')")
-    growing(200)
+    growing(steps=200)
     assert zoom[1] > 110
     page.wait_for_function(f"({last})() === {zoom[1] - zoom[1] % 10}")
     assert page.evaluate(shown) == zoom
@@ -168,14 +147,10 @@ def test_a_live_curve_grows_without_a_reload_and_keeps_the_zoom(watched, growing
 
 
 @pytest.mark.nightly
-def test_runs_that_differ_in_a_learning_rate_are_told_apart_until_a_reader_treats_them_as_one(watched, server_url):
-    address, token_file = server_url
+def test_runs_that_differ_in_a_learning_rate_are_told_apart_until_a_reader_treats_them_as_one(goto, send):
     for place, rate in enumerate((1e-3, 3e-4, 3e-4)):
-        run = GeneratedRun(f"rate {place}", "plus", seed=place, config={"lr": rate, "seed": place})
-        post_run(address, run, token_file.read_text().strip())
-    page = watched.page
-    page.goto(f"{watched.url}/compare?run=run-rate-0&run=run-rate-1&run=run-rate-2")
-    drawn(page)
+        send(GeneratedRun(f"rate {place}", "plus", seed=place, config={"lr": rate, "seed": place}))
+    page = goto("/compare?run=run-rate-0&run=run-rate-1&run=run-rate-2", "#compare-chart-0 .scatterlayer .trace")
     said = page.locator("#compare-advice")
     assert "These runs differ in lr (0.001 and 0.0003)." in said.text_content()
     assert re.search(r"The loss with lr 0\.00\d+ is lower by .*chance", said.locator(".verdict").inner_text())
@@ -193,104 +168,83 @@ def test_runs_that_differ_in_a_learning_rate_are_told_apart_until_a_reader_treat
     assert rows.count() == 2
 
 
-def visible(page, chart):
-    """The lines that a chart shows."""
-    return page.evaluate(
-        """chart => document.querySelector(`#compare-chart-${chart} .js-plotly-plot`).data
-            .filter(trace => trace.showlegend !== false && trace.visible !== false)
-            .map(trace => trace.name).sort()""",
-        chart,
-    )
-
-
 @pytest.mark.nightly
-def test_the_legend_hides_a_line_in_all_charts_and_keeps_to_what_it_says(watched):
+def test_the_legend_hides_a_line_in_all_charts_and_keeps_to_what_it_says(goto):
     """Hidden lines were once remembered apart from the legend: after other pages it said that they are shown."""
-    page = open_comparison(watched, PICKED[:3])
+    page = goto(address_of(PICKED[:3]))
     for chart in range(4):
         drawn(page, chart)
     light = page.locator("#compare-legend .line", has_text="light")
     light.click()
     for chart in range(4):
-        assert visible(page, chart) == ["plain", "plus"]
+        assert sorted(curves_of(page, chart)) == ["plain", "plus"]
     assert light.get_attribute("aria-pressed") == "false"
     page.get_by_text("Axes", exact=True).click()
     page.locator("#compare-axis").get_by_text("Tokens").click()
     page.wait_for_function("document.querySelector('#compare-chart-0 .xtitle')?.textContent === 'tokens'")
-    assert visible(page, 0) == ["plain", "plus"], "what is drawn anew keeps to it"
+    assert sorted(curves_of(page, 0)) == ["plain", "plus"], "what is drawn anew keeps to it"
     page.get_by_role("checkbox", name="Compare plain", exact=True).click()
     page.wait_for_function("document.querySelectorAll('#compare-legend .line').length === 2")
     page.wait_for_function(
         "document.querySelector('#compare-chart-0 .js-plotly-plot').data.every(t => t.name !== 'plain')"
     )
     assert light.get_attribute("aria-pressed") == "false"
-    assert visible(page, 0) == ["plus"]
+    assert list(curves_of(page, 0)) == ["plus"]
     page.get_by_role("link", name="Incidents", exact=True).click()
     page.wait_for_function("!document.querySelector('#compare-legend')")
     page.go_back()
-    drawn(page, 0)
+    drawn(page)
     assert light.get_attribute("aria-pressed") == "true"
-    assert "light" in visible(page, 0)
+    assert "light" in curves_of(page, 0)
     light.focus()
     page.keyboard.press("Shift+Enter")
-    assert visible(page, 0) == ["light"]
+    assert list(curves_of(page, 0)) == ["light"]
 
 
 @pytest.fixture
 def elsewhere():
     """Serve a page of another origin on this machine: its address. A page that no server sent may frame nothing."""
-    served = []
+    bodies = []
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(f'<!doctype html><link rel="icon" href="data:,">{bodies[-1]}'.encode())
+
+        def log_message(self, *_):
+            """Nothing is written of it."""
 
     def serve(body):
-        class Page(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.send_response(200)
-                self.send_header("Content-Type", "text/html")
-                self.end_headers()
-                self.wfile.write(f'<!doctype html><link rel="icon" href="data:,">{body}'.encode())
-
-            def log_message(self, *_):
-                """Nothing is written of it."""
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Page)
-        served.append((server, Thread(target=server.serve_forever)))
-        served[-1][1].start()
+        bodies.append(body)
         return f"http://127.0.0.1:{server.server_port}"
 
-    yield serve
-    for server, thread in served:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield serve
         server.shutdown()
         thread.join()
-        server.server_close()
-
-
-def embedded(watched, elsewhere, path, part):
-    """What a foreign page shows that holds the lines which the page at `path` gives for the part."""
-    page = watched.page
-    page.goto(watched.url + path)
-    lines = page.locator(".pandas pre", has_text="<iframe").text_content().splitlines()
-    (line,) = [line for line in lines if f"embed={part}" in line]
-    page.goto(elsewhere(line))
-    return page.frame_locator("iframe")
 
 
 @pytest.mark.parametrize(
-    ("path", "part", "chart"),
+    ("path", "part", "place"),
     [
-        pytest.param("/run/run-plus", "curves", ".chart-card .js-plotly-plot .main-svg", marks=pytest.mark.nightly),
-        ("/run/run-plus", "layers", ".beside .js-plotly-plot .main-svg"),
-        pytest.param(
-            "/compare?run=run-plus&run=run-light",
-            "curves",
-            ".charts .js-plotly-plot .main-svg",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param("/run/run-plus", "page", ".chart-card .js-plotly-plot .main-svg", marks=pytest.mark.nightly),
+        pytest.param("/run/run-plus", "curves", ".chart-card", marks=pytest.mark.nightly),
+        ("/run/run-plus", "layers", ".beside"),
+        pytest.param("/compare?run=run-plus&run=run-light", "curves", ".charts", marks=pytest.mark.nightly),
+        pytest.param("/run/run-plus", "page", ".chart-card", marks=pytest.mark.nightly),
     ],
 )
-def test_a_part_stands_alone_and_a_whole_page_without_what_leads_elsewhere(watched, elsewhere, path, part, chart):
-    frame = embedded(watched, elsewhere, path, part)
-    frame.locator(chart).first.wait_for()
+def test_a_part_stands_alone_and_a_whole_page_without_what_leads_elsewhere(goto, elsewhere, path, part, place):
+    """A foreign page holds the line that the page gives for the part."""
+    page = goto(path)
+    lines = page.locator(".pandas pre", has_text="<iframe").text_content().splitlines()
+    (line,) = [line for line in lines if f"embed={part}" in line]
+    page.goto(elsewhere(line))
+    frame = page.frame_locator("iframe")
+    frame.locator(f"{place} .js-plotly-plot .main-svg").first.wait_for()
     for other in (".bar", ".crumbs", ".pandas"):
         assert frame.locator(other).locator("visible=true").count() == 0, other
     if part == "page":

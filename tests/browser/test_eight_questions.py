@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from collage_monitor.client import Client
+from tests.browser.conftest import wait_for_evaluation
 from tests.browser.test_incidents import Emptied
 from tests.dashboard.generated import FINAL, GeneratedRun
-from tests.dashboard.posting import post_run
 from tests.dashboard.test_before_after import RAISED_AT, Raised
 from tests.reference.seeds import mean
 from tests.waiting import until
@@ -60,29 +59,18 @@ def runs():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def client(server_url):
-    """The server's client, once all runs are evaluated and what happened in the night has fired."""
-    address, token_file = server_url
-    secret = token_file.read_text().strip()
-    with Client(address, secret) as own:
-        whole = Emptied(**{**_arguments(RESUMED), "steps": 300})
-        post_run(address, whole, secret, first=300)
-        until(lambda: own.incidents(alert="CollageResidualsOff").events, "the server's evaluation of the resume")
-        until(lambda: all(row.overview for row in own.run_table().rows), "the evaluation of all runs")
-        yield own
-
-
-def _arguments(run):
-    return {name: getattr(run, name) for name in ("name", "strategy", "state", "run_id", "group")}
+def the_night(client, send):
+    """All runs are evaluated, and what happened in the night has fired."""
+    send(replace(RESUMED, steps=300), first=300)
+    until(lambda: client.incidents(alert="CollageResidualsOff").events, "the server's evaluation of the resume")
+    wait_for_evaluation(client)
 
 
 class Asker:
     """Counts the clicks of who asks, from the table on."""
 
-    def __init__(self, watched):
-        self.page, self.clicks = watched.page, 0
-        self.page.goto(f"{watched.url}/runs")
-        self.page.locator(".ag-row .run-cell a").first.wait_for()
+    def __init__(self, page):
+        self.page, self.clicks = page, 0
 
     def click(self, locator):
         self.clicks += 1
@@ -111,8 +99,8 @@ class Asker:
 
 
 @pytest.fixture
-def asker(watched):
-    return Asker(watched)
+def asker(goto):
+    return Asker(goto("/runs", ".ag-row .run-cell a"))
 
 
 @pytest.mark.nightly
@@ -178,9 +166,8 @@ def test_what_changed_at_800(asker):
     card = asker.page.get_by_role("region", name="What changed at step 800")
     row = card.get_by_role("row", name="Learning rate")
     row.wait_for()
-    before, after = (
-        Raised("raised", "plus", steps=2 * RAISED_AT).scalars(step)["learning_rate"] for step in (790, 800)
-    )
+    raised = Raised("raised", "plus", steps=2 * RAISED_AT)
+    before, after = (raised.scalars(step)["learning_rate"] for step in (790, 800))
     cells = row.get_by_role("cell").all_inner_texts()
     assert [float(cell.replace("\u2212", "-")) for cell in cells[1:3]] == pytest.approx([before, after], rel=1e-3)
     assert cells[3] == f"× {after / before:.2f}"
@@ -210,11 +197,11 @@ def test_numbers_into_pandas(asker, server_url, runs):
     assert own["edq_ratio"].dropna().iloc[-1] == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_what_is_opened_before_the_application_is_there_stays_open(watched):
+def test_what_is_opened_before_the_application_is_there_stays_open(page, dashboard_url):
     """A menu of the words that stand in for the page closed with them."""
-    page, held = watched.page, []
+    held = []
     page.route("**/dash_renderer*.js*", lambda route: held.append(route))
-    page.goto(f"{watched.url}/run/run-0", wait_until="commit")
+    page.goto(f"{dashboard_url}/run/run-0", wait_until="commit")
     page.locator("#opening .rail summary", has_text="Groups").click()
     page.locator("#opening .rail details[open]").wait_for()
     for route in held:

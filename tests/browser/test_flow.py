@@ -3,17 +3,16 @@
 import json
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
 
-from collage_monitor.client import Client
 from tests.browser.questions import asks_for
 from tests.dashboard.generated import GeneratedRun
-from tests.dashboard.posting import post_run
 from tests.system import chromium
-from tests.waiting import PATIENCE_SECONDS, until
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -90,23 +89,14 @@ def dashboard_url(between, server_url, dashboard, dashboard_port, tmp_path_facto
         yield url
 
 
-@pytest.fixture
-def send(server_url):
-    """Post a run, or more steps of it."""
-    address, token_file = server_url
-    return lambda run, steps=None: post_run(address, run, token_file.read_text().strip(), steps)
-
-
 TOLD_WITHIN = 5
 """Seconds of the page's own clock after which a reader knows that a server hangs."""
 
 
-def test_a_server_that_hangs_is_told_within_five_seconds(watched, between):
+def test_a_server_that_hangs_is_told_within_five_seconds(page, goto, dashboard_url, between):
     """It took 21 s: as long as a question is waited for."""
-    page = watched.page
     page.clock.install()
-    page.goto(f"{watched.url}/runs")
-    page.locator(".ag-row .run-cell").first.wait_for()
+    goto("/runs", ".ag-row .run-cell")
     with between.slow():
         told = page.locator("#waiting", has_text="The server does not answer")
         page.get_by_label("Search names, projects, tags and ids").fill("plain")
@@ -114,7 +104,7 @@ def test_a_server_that_hangs_is_told_within_five_seconds(watched, between):
         page.clock.pause_at(page.evaluate("Date.now() / 1000") + TOLD_WITHIN)
         told.wait_for()
         page.clock.resume()
-        page.goto(f"{watched.url}/run/run-plain", wait_until="commit")
+        page.goto(f"{dashboard_url}/run/run-plain", wait_until="commit")
         page.clock.pause_at(page.evaluate("Date.now() / 1000") + TOLD_WITHIN)
         told.wait_for()
         page.clock.resume()
@@ -132,13 +122,6 @@ SEEN = """(words) => {
 }"""
 FALSE = ("logged yet", "throughput logged", "No step was measured", "no measured step")
 """What runs that log and measure everything must never be told, while their numbers are on their way."""
-
-
-@pytest.fixture(scope="module")
-def evaluated(server_url):
-    address, token_file = server_url
-    with Client(address, token_file.read_text().strip()) as client:
-        until(lambda: all(row.overview for row in client.run_table().rows), "the evaluation of all runs")
 
 
 OF_A_RUN = ["events", "heatmap", "layers", "run-plain", *["run-table"] * 2, *["series"] * 3]
@@ -166,14 +149,12 @@ OF_A_RUN = ["events", "heatmap", "layers", "run-plain", *["run-table"] * 2, *["s
     ],
 )
 def test_a_page_asks_once_and_what_the_server_drew_stays_until_it_has_its_own_and_no_frame_lies(
-    watched, between, evaluated, path, there, words, questions
+    page, goto, between, evaluated, path, there, words, questions
 ):
     """Rows went when the application came, and charts said that nothing was logged before their numbers came."""
-    page = watched.page
     between.asked.clear()
     page.add_init_script(f"({SEEN})({json.dumps([*words, *FALSE])})")
-    page.goto(f"{watched.url}{path}")
-    page.locator(there).first.wait_for(state="attached")
+    goto(path, there)
     page.locator("#opening").wait_for(state="detached")
     page.wait_for_load_state("networkidle")
     asked = list(between.asked)
@@ -194,25 +175,21 @@ def test_a_page_asks_once_and_what_the_server_drew_stays_until_it_has_its_own_an
 
 
 @pytest.mark.nightly
-def test_a_slow_server_is_waited_for_and_its_answers_appear(watched, between):
-    page = watched.page
+def test_a_slow_server_is_waited_for_and_its_answers_appear(page, goto, between):
     with between.slow():
-        page.goto(f"{watched.url}/runs")
+        goto("/runs")
         page.locator("#waiting", has_text="Waiting for the server").wait_for()
         page.get_by_role("link", name="plain", exact=True).wait_for()
-        page.goto(f"{watched.url}/compare?run=run-plain&run=run-live")
+        goto("/compare?run=run-plain&run=run-live")
         page.locator("#compare-strategies td", has_text="0.913").first.wait_for()
         for chart in range(4):
             page.wait_for_selector(f"#compare-chart-{chart} .scatterlayer .trace")
-        page.goto(f"{watched.url}/run/run-live")
-        page.wait_for_selector("#run-panel .hm image")
+        goto("/run/run-live", "#run-panel .hm image")
         page.locator(".answer", has_text="Healthy.").wait_for()
 
 
-def test_an_error_goes_away_by_itself_when_the_server_is_back(watched, between):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-live")
-    page.wait_for_selector("#run-panel .hm image")
+def test_an_error_goes_away_by_itself_when_the_server_is_back(goto, between):
+    page = goto("/run/run-live", "#run-panel .hm image")
     between.away = True
     page.get_by_text("The server does not answer").wait_for()
     page.get_by_role("tab", name="Curves").click()
@@ -223,9 +200,8 @@ def test_an_error_goes_away_by_itself_when_the_server_is_back(watched, between):
     page.get_by_text("The server does not answer").wait_for(state="detached")
 
 
-def test_a_tick_that_follows_another_change_at_once_keeps_it(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/runs")
+def test_a_tick_that_follows_another_change_at_once_keeps_it(goto):
+    page = goto("/runs")
     page.get_by_role("checkbox", name="Pick plus to compare").wait_for()
     page.evaluate(
         """() => {
@@ -249,14 +225,11 @@ LIVE_PAGES = {
     "path",
     [pytest.param(path, marks=[pytest.mark.nightly] * (not path.startswith("/run/"))) for path in LIVE_PAGES],
 )
-def test_a_tick_that_finds_nothing_new_carries_next_to_nothing(watched, send, path):
+def test_a_tick_that_finds_nothing_new_carries_next_to_nothing(goto, send, path):
     there, idle = LIVE_PAGES[path]
-    page = watched.page
     run = GeneratedRun("ticking", "plus", state="running", run_id="run-ticking")
-    send(run, 100)
-    page.set_viewport_size({"width": 2400, "height": 1000})  # All columns of the table are there.
-    page.goto(watched.url + path)
-    page.wait_for_selector(there, state="attached")
+    send(run, steps=100)
+    page = goto(path, there, width=2400)  # All columns of the table are there.
     sizes: list[int] = []
     while len(sizes) < 2:  # The evaluation in the background may still come in between.
         with page.expect_response(asks_for(idle)) as found:
@@ -267,9 +240,7 @@ def test_a_tick_that_finds_nothing_new_carries_next_to_nothing(watched, send, pa
     assert max(sizes) <= 2000
     changed = []
     page.on("requestfinished", lambda request: changed.append(request.sizes()["responseBodySize"]))
-    newest = GeneratedRun(
-        "ticking", "plus", state="running", run_id="run-ticking", steps=200 * (2 + [*LIVE_PAGES].index(path))
-    )
+    newest = replace(run, steps=200 * (2 + [*LIVE_PAGES].index(path)))
     send(newest)
     if path.startswith("/?"):
         page.locator('.ag-cell[col-id="last_step"]', has_text=str(newest.steps)).first.wait_for()
@@ -280,16 +251,15 @@ def test_a_tick_that_finds_nothing_new_carries_next_to_nothing(watched, send, pa
 
 
 @pytest.mark.nightly
-def test_a_paused_page_stays_as_it_is_until_it_goes_on(watched, send):
-    page = watched.page
-    send(GeneratedRun("paused", "plus", state="running", run_id="run-paused"), 100)
-    page.goto(f"{watched.url}/run/run-paused")
-    page.wait_for_selector("#run-panel .hm image")
+def test_a_paused_page_stays_as_it_is_until_it_goes_on(goto, send):
+    run = GeneratedRun("paused", "plus", state="running", run_id="run-paused")
+    send(run, steps=100)
+    page = goto("/run/run-paused", "#run-panel .hm image")
     button = page.get_by_role("button", name="Pause")
     button.press("Enter")
     page.get_by_text("Paused: nothing new is read").wait_for()
     page.wait_for_function("collageFlow.isDue()")
-    send(GeneratedRun("paused", "plus", state="running", run_id="run-paused"), 200)
+    send(run)
     page.get_by_role("tab", name="Norms").click()  # What its reader chooses is read all the same.
     page.wait_for_selector("#run-panel .scatterlayer .trace", state="attached")
     assert "step 100" in page.locator("#run-head").inner_text()
@@ -298,10 +268,8 @@ def test_a_paused_page_stays_as_it_is_until_it_goes_on(watched, send):
     assert button.get_attribute("aria-pressed") == "false"
 
 
-def test_a_hidden_page_asks_nothing_until_it_is_seen_again(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-live")
-    page.wait_for_selector("#run-panel .hm image")
+def test_a_hidden_page_asks_nothing_until_it_is_seen_again(goto):
+    page = goto("/run/run-live", "#run-panel .hm image")
     page.evaluate("() => Object.defineProperty(document, 'hidden', { get: () => window.isHidden ?? true })")
     asked = []
     page.on("request", lambda request: asked.append(request.url) if "_dash-update" in request.url else None)
@@ -312,10 +280,9 @@ def test_a_hidden_page_asks_nothing_until_it_is_seen_again(watched):
         page.evaluate("() => { window.isHidden = false; document.dispatchEvent(new Event('visibilitychange')) }")
 
 
-def test_filter_sort_and_search_stand_in_the_address_and_follow_the_way_back(watched):
-    page = watched.page
+def test_filter_sort_and_search_stand_in_the_address_and_follow_the_way_back(page, goto):
     page.clock.install()
-    page.goto(f"{watched.url}/?state=finished&sort=edq_ratio")
+    goto("/?state=finished&sort=edq_ratio")
     first = "document.querySelector('.ag-row[row-index=\"0\"] .run-cell a')?.textContent"
     page.wait_for_function(f"{first} === 'plain'")
     assert "stochastic, live" not in page.locator(".ag-row .run-cell a").all_text_contents()

@@ -2,14 +2,12 @@
 
 import pytest
 
-from collage_monitor.client import Client
+from tests.browser.conftest import wait_for_evaluation
 from tests.browser.test_comparison import tick
 from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun
-from tests.dashboard.posting import post_run
-from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser]
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.usefixtures("evaluated")]
 
 SEEDS = 3
 LOSSES = {"plain": 2.0, "plus": 1.5}
@@ -33,32 +31,6 @@ def runs():
     ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def evaluated(server_url):
-    """A way to wait until the server has looked at all runs, as it has by now."""
-    address, token_file = server_url
-    with Client(address, token_file.read_text().strip()) as client:
-
-        def none_is_missing():
-            rows = client.run_table(sort="health", descending=False, limit=500).rows
-            return all(row.overview for row in rows)
-
-        def wait():
-            until(none_is_missing, "the evaluation of all runs")
-
-        wait()
-        yield wait
-
-
-@pytest.fixture
-def filled(server_url, evaluated):
-    address, token_file = server_url
-    for place in range(FILLING):
-        run = GeneratedRun(f"filler-{place:02}", "light", steps=10, blocks=1)
-        post_run(address, run, token_file.read_text().strip())
-    evaluated()
-
-
 def names(page):
     """What the rows on the screen say, from the top."""
     rows = page.locator(".runs-grid .ag-pinned-left-cols-container .ag-row").all()
@@ -80,9 +52,8 @@ def choose_grouping(page, title):
     page.get_by_role("option", name=title).click()
 
 
-def test_runs_that_differ_by_seed_are_one_row_that_opens(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/?q=seed&sort=loss")
+def test_runs_that_differ_by_seed_are_one_row_that_opens(goto):
+    page = goto("/?q=seed&sort=loss")
     first_row(page, "plus-seed0")
     choose_grouping(page, "By strategy")
     page.wait_for_function("location.search.includes('by=strategy')")
@@ -121,12 +92,14 @@ def test_runs_that_differ_by_seed_are_one_row_that_opens(watched):
 
 
 @pytest.mark.nightly
-def test_what_was_picked_survives_search_pages_and_grouping(watched, filled):
-    page = watched.page
-    page.goto(f"{watched.url}/?sort=-name&by=strategy")
+def test_what_was_picked_survives_search_pages_and_grouping(goto, client, send):
+    for place in range(FILLING):
+        send(GeneratedRun(f"filler-{place:02}", "light", steps=10, blocks=1))
+    wait_for_evaluation(client)
+    page = goto("/?sort=-name&by=strategy")
     page.get_by_role("checkbox", name="Pick Plain · bfloat16 to compare").check()
     page.get_by_role("link", name="Compare 3 runs").wait_for()
-    page.goto(f"{watched.url}/?sort=-name")
+    goto("/?sort=-name")
     first_row(page, "plus-seed2")
     page.get_by_role("checkbox", name="Pick plain-seed1 to compare", checked=True).wait_for()
     page.evaluate("row => dash_ag_grid.getApi('runs-grid').ensureIndexVisible(row)", FILLING + 5)
@@ -144,9 +117,8 @@ def test_what_was_picked_survives_search_pages_and_grouping(watched, filled):
     assert link.endswith("?run=run-plain-2&run=run-plain-0&run=run-filler-00")
 
 
-def test_a_choice_made_while_another_is_being_put_into_the_address_stays(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/runs?sort=-name&q=seed")
+def test_a_choice_made_while_another_is_being_put_into_the_address_stays(goto):
+    page = goto("/runs?sort=-name&q=seed")
     first_row(page, "plus-seed2")
     page.evaluate(
         """() => {

@@ -10,11 +10,9 @@ from collage_dashboard.pages.incident_content import body
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
-from collage_monitor.client import Client
 from collage_monitor.run_history import read_history
 from tests.browser.test_layout import LOOKS, serious_violations
 from tests.dashboard.generated import GeneratedRun
-from tests.dashboard.posting import post_run
 from tests.dashboard.walk import text
 from tests.waiting import until
 
@@ -25,17 +23,19 @@ NOTE = '<b>cooling</b> of node 3 failed & "swapped"'
 DROP = 400
 
 
+def left_of(totals, share):
+    """The totals where only this share of the updates arrives."""
+    sums = ("intended_effective_sum", "effective_squared_sum", "intended_visible_sum")
+    return totals | {key: totals[key] * share for key in sums}
+
+
 @dataclass
 class Dropping(GeneratedRun):
     """Half of its layers lose half of their updates from DROP on, where the learning rate falls to a tenth."""
 
     def totals(self, step):
-        found = super().totals(step)
-        if step > DROP:
-            left = np.where(np.arange(len(self.layers)) % 2, 0.5, 1.0)
-            for key in ("intended_effective_sum", "effective_squared_sum", "intended_visible_sum"):
-                found[key] = found[key] * left
-        return found
+        left = np.where((np.arange(len(self.layers)) % 2) & (step > DROP), 0.5, 1.0)
+        return left_of(super().totals(step), left)
 
     def scalars(self, step):
         return super().scalars(step) | {"learning_rate": 2e-4 if step <= DROP else 2e-5}
@@ -46,11 +46,7 @@ class Declining(GeneratedRun):
     """Never good, it loses more all the while, a little more at once from DROP on; its rate rises for 40 steps."""
 
     def totals(self, step):
-        found = super().totals(step)
-        left = 0.7 - step / 1000 - (0.06 if step > DROP else 0.0)
-        for key in ("intended_effective_sum", "effective_squared_sum", "intended_visible_sum"):
-            found[key] = found[key] * left
-        return found
+        return left_of(super().totals(step), 0.7 - step / 1000 - (0.06 if step > DROP else 0.0))
 
     def scalars(self, step):
         return super().scalars(step) | {"learning_rate": 2e-4 * min(step / 40, 1.0)}
@@ -92,25 +88,20 @@ def runs():
     ]
 
 
-@pytest.fixture(scope="module")
-def client(server_url):
-    address, token_file = server_url
-    with Client(address, token_file.read_text().strip()) as own:
-        drop = {"alertname": "CollageEdqDrop", "run_id": "run-drop", "run": HOSTILE}
-        low = {"alertname": "CollageEdqLow", "run_id": "run-decline", "run": "declining", "key": "edq_ratio"}
-        severe = {"severity": "warning"}
-        sent = [
-            wire.AlertmanagerAlert("firing", labels | severe, {"summary": "EDQ fell"}) for labels in (drop, low)
-        ]
-        own.post("/alerts/alertmanager", wire.AlertmanagerMessage(alerts=sent), wire.AlertmanagerAnswer)
-        yield own
+@pytest.fixture(scope="module", autouse=True)
+def fired(client):
+    """Alertmanager has sent two alerts."""
+    drop = {"alertname": "CollageEdqDrop", "run_id": "run-drop", "run": HOSTILE}
+    low = {"alertname": "CollageEdqLow", "run_id": "run-decline", "run": "declining", "key": "edq_ratio"}
+    severe = {"severity": "warning"}
+    sent = [wire.AlertmanagerAlert("firing", labels | severe, {"summary": "EDQ fell"}) for labels in (drop, low)]
+    client.post("/alerts/alertmanager", wire.AlertmanagerMessage(alerts=sent), wire.AlertmanagerAnswer)
 
 
-def test_since_when_is_one_answer_of_list_page_and_incident(watched, client):
-    page = watched.page
-    page.goto(f"{watched.url}/incident?run=run-decline&alert=CollageEdqLow")
+def test_since_when_is_one_answer_of_list_page_and_incident(goto, client):
+    page = goto("/incident?run=run-decline&alert=CollageEdqLow")
     page.locator(".answer", has_text="EDQ is beyond the alert's threshold since step 10").wait_for()
-    page.goto(f"{watched.url}/run/run-decline")
+    goto("/run/run-decline")
     page.locator(".answer", has_text="since the first measured step (10)").wait_for()
     onset = read_history(client, "run-decline").onset
     assert onset is not None, "a step of the decline is found, and not told as its cause"
@@ -125,10 +116,8 @@ def test_a_rate_whose_warm_up_is_over_is_not_said_to_rise(client):
 
 
 @pytest.mark.parametrize("fired_at", [RESUMED, RESUMED + 20, RESUMED + 200])
-def test_a_resume_divides_before_from_after_whenever_the_alert_is_evaluated(client, server_url, fired_at):
-    address, token_file = server_url
-    whole = replace(EMPTIED, steps=600)
-    post_run(address, whole, token_file.read_text().strip(), first=RESUMED)
+def test_a_resume_divides_before_from_after_whenever_the_alert_is_evaluated(client, send, fired_at):
+    send(replace(EMPTIED, steps=600), first=RESUMED)
     incident = wire.Incident(
         incident_id="1",
         alert="CollageResidualsOff",
@@ -143,34 +132,28 @@ def test_a_resume_divides_before_from_after_whenever_the_alert_is_evaluated(clie
     )
     found = read_incident_evidence(client, incident)
     assert "At the resume at step 300, 97.7 % of the residuals were dropped." in text(body(found))
-    assert found.before is not None
-    assert found.after is not None
     assert (found.before.last_step, found.after.first_step) == (RESUMED - 10, RESUMED)
     assert found.before.number("residual_dropped_ratio") == 0
     assert found.after.number("residual_dropped_ratio") == pytest.approx(0.977)
 
 
-def test_an_alerts_link_leads_to_what_changed(watched, client):
-    page = watched.page
-    page.goto(f"{watched.url}/incident?run=run-drop&alert=CollageEdqDrop")
+def cells(row):
+    """What the cells of a row say."""
+    row.get_by_role("cell").nth(3).wait_for()
+    return row.get_by_role("cell").all_inner_texts()
+
+
+def test_an_alerts_link_leads_to_what_changed(goto):
+    page = goto("/incident?run=run-drop&alert=CollageEdqDrop")
     page.get_by_role("heading", level=1, name=ALERTS["CollageEdqDrop"].summary).wait_for()
     page.locator(".answer", has_text="changed between steps 400 and 410: 1.000 before, 0.7").wait_for()
     table = page.get_by_role("region", name="Before and after")
-    rate = table.get_by_role("row", name="Learning rate")
-    rate.get_by_role("cell").nth(3).wait_for()
-    assert [cell.inner_text() for cell in rate.get_by_role("cell").all()] == [
-        "Learning rate",
-        "0.0002000",
-        "2.000e−05",
-        "× 0.100",
-    ]
+    rate = cells(table.get_by_role("row", name="Learning rate"))
+    assert rate[1:] == ["0.0002000", "2.000e−05", "× 0.100"]
     assert table.get_by_role("row", name="Clip ratio").count() == 0, "what did not change is folded"
     table.get_by_text("that hardly changed").click()
     assert "not reported" in table.get_by_role("row", name="Clip ratio").inner_text()
-    assert table.get_by_role("row", name="Ranks that reported").inner_text().split("\t")[1:3] == [
-        "1 of 1",
-        "1 of 1",
-    ]
+    assert cells(table.get_by_role("row", name="Ranks that reported"))[1:3] == ["1 of 1", "1 of 1"]
     page.get_by_role("heading", name="Layers that changed, 6 of 12").wait_for()
     causes = page.locator(".cause")
     causes.nth(2).wait_for()
@@ -182,22 +165,19 @@ def test_an_alerts_link_leads_to_what_changed(watched, client):
     assert serious_violations(page, 1440) == []
     page.get_by_role("region", name="Layers that changed").get_by_role("link").first.click()
     page.wait_for_url("**/run/run-drop?layer=*")
-    page.goto(f"{watched.url}/incident/never-fired")
+    goto("/incident/never-fired")
     page.get_by_role("heading", name="No such incident is known here").wait_for()
 
 
-def test_the_servers_own_incident_is_acknowledged_and_noted_from_its_page(watched, client):
+def test_the_servers_own_incident_is_acknowledged_and_noted_from_its_page(goto, client):
     (incident,) = until(
         lambda: client.incidents(run_id="run-inf", alert="CollageNotFinite").events, "the server's evaluation"
     )
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-inf")
+    page = goto("/run/run-inf")
     page.get_by_role("main").get_by_role("link", name="Incidents").click()
     page.get_by_text("incident open.").wait_for()
-    assert page.locator(".incident-table td").first.inner_text().split("\n") == [
-        "CollageNotFinite",
-        "Non-finite weights",
-    ]
+    first = page.locator(".incident-table td").first.inner_text()
+    assert first.split("\n") == ["CollageNotFinite", "Non-finite weights"]
     name = client.run("run-inf").name
     assert page.locator(".incident-table a", has_text=name).count() == 1, "a run goes by its name"
     page.locator("#page .crumbs", has_text=f"Only {name}. Show all").wait_for()
@@ -208,9 +188,8 @@ def test_the_servers_own_incident_is_acknowledged_and_noted_from_its_page(watche
     page.get_by_role("link", name="CollageNotFinite").click()
     page.locator(".answer", has_text="Non-finite weights is beyond the alert's threshold since step 110").wait_for()
     page.locator(".cause", has_text="Ruled out: 0 were not finite before, 36 after").wait_for()
-    row = page.get_by_role("region", name="Before and after").get_by_role("row", name="Non-finite weights")
-    row.get_by_role("cell").nth(3).wait_for()
-    assert [cell.inner_text() for cell in row.get_by_role("cell").all()][1:3] == ["0", "36"]
+    table = page.get_by_role("region", name="Before and after")
+    assert cells(table.get_by_role("row", name="Non-finite weights"))[1:3] == ["0", "36"]
     page.get_by_role("button", name="Acknowledge").click()
     page.get_by_text("acknowledged by server-token").wait_for()
     assert client.incident(incident.incident_id).acknowledged_by == "server-token"
@@ -221,17 +200,15 @@ def test_the_servers_own_incident_is_acknowledged_and_noted_from_its_page(watche
     page.get_by_role("button", name="Add note").click()
     timeline = page.get_by_role("region", name="Timeline")
     timeline.get_by_text(f"server-token: {NOTE}").wait_for()
-    assert [event.text for event in client.events("run-inf").events if event.kind == "note"] == [
-        f"server-token: {NOTE}"
-    ]
+    notes = [event.text for event in client.events("run-inf").events if event.kind == "note"]
+    assert notes == [f"server-token: {NOTE}"]
     assert page.get_by_label("Note for the run's timeline").input_value() == ""
     timeline.get_by_text("CollageNotFinite firing").wait_for()
     assert page.get_by_text(incident.text).count() == 1, "what the incident says stands once on its page"
 
 
-def test_incidents_are_filtered_and_acknowledged_together(watched, client):
-    page = watched.page
-    page.goto(f"{watched.url}/incidents")
+def test_incidents_are_filtered_and_acknowledged_together(goto, client):
+    page = goto("/incidents")
     page.get_by_text("fired in the last 12 hours").wait_for()
     rows = page.locator(".incident-table tbody tr")
     until(lambda: rows.count() >= 3, "all incidents")
@@ -252,7 +229,7 @@ def test_incidents_are_filtered_and_acknowledged_together(watched, client):
     assert client.incidents(alert="CollageEdqLow").events[0].acknowledged_by is None
     page.go_back()
     until(lambda: rows.count() >= 3, "all incidents again")
-    page.goto(f"{watched.url}/incidents?severity=info")
+    goto("/incidents?severity=info")
     page.get_by_text("No alert has fired here").wait_for()
 
 
@@ -262,8 +239,5 @@ PAGES = {"/incidents": ".incident-table", "/incident?run=run-drop&alert=CollageE
 @pytest.mark.nightly
 @LOOKS
 @pytest.mark.parametrize("path", PAGES)
-def test_pages_of_incidents_fit_and_can_be_used_by_everyone(open_page, dashboard_url, client, path, scheme, width):
-    page = open_page(dashboard_url, scheme=scheme).page
-    page.goto(dashboard_url + path)
-    page.wait_for_selector(PAGES[path])
-    assert serious_violations(page, width) == []
+def test_pages_of_incidents_fit_and_can_be_used_by_everyone(goto, path, scheme, width):
+    assert serious_violations(goto(path, PAGES[path], scheme=scheme), width) == []

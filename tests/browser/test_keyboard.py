@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from collage_monitor.client import Client
 from tests.browser.test_incidents import Overflowed
 from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser]
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.usefixtures("evaluated", "fired")]
 
 MOST_TABS = 120
 MOST_ROWS = 30
@@ -23,14 +22,9 @@ def runs():
     return [*(GeneratedRun(name, name) for name in names), Overflowed("overflowed", "plus", state="running")]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def client(server_url):
-    """The server's client, once all runs are evaluated and the alert has fired."""
-    address, token_file = server_url
-    with Client(address, token_file.read_text().strip()) as own:
-        until(lambda: all(row.overview for row in own.run_table().rows), "the evaluation of all runs")
-        until(lambda: own.incidents(alert="CollageNotFinite").events, "the server's evaluation")
-        yield own
+@pytest.fixture(scope="module")
+def fired(client):
+    until(lambda: client.incidents(alert="CollageNotFinite").events, "the server's evaluation")
 
 
 class Keyboard:
@@ -38,13 +32,11 @@ class Keyboard:
 
     def __init__(self, page):
         self.page = page
+        self.type = page.keyboard.type
 
     def press(self, *keys):
         for key in keys:
             self.page.keyboard.press(key)
-
-    def type(self, text):
-        self.page.keyboard.type(text)
 
     def on(self, selector, text=""):
         """Whether the focus stands on this, which says `text` or is labelled so."""
@@ -86,18 +78,9 @@ class Keyboard:
 
 
 @pytest.fixture
-def keyboard(watched):
+def keyboard(goto):
     """A reader at the table of runs."""
-    page = watched.page
-    page.goto(f"{watched.url}/runs")
-    page.locator(".ag-row .run-cell a").first.wait_for()
-    return Keyboard(page)
-
-
-def arrived(watched, address):
-    """A reader at another address."""
-    watched.page.goto(watched.url + address)
-    return Keyboard(watched.page)
+    return Keyboard(goto("/runs", ".ag-row .run-cell a"))
 
 
 def search_has(page, text):
@@ -107,12 +90,9 @@ def search_has(page, text):
 @pytest.mark.nightly
 def test_runs_are_ticked_compared_and_a_line_is_hidden(keyboard):
     page = keyboard.page
-    keyboard.into_rows("#runs-grid").down_to("#runs-grid", "plain").press("Space")
-    page.get_by_role("link", name="Compare 1 run").wait_for()
-    keyboard.press(*["ArrowUp"] * MOST_ROWS)
-    keyboard.into_rows("#runs-grid").down_to("#runs-grid", "light").press("Space")
-    keyboard.press(*["ArrowUp"] * MOST_ROWS)
-    keyboard.into_rows("#runs-grid").down_to("#runs-grid", "plus").press("Space")
+    for name in ("plain", "light", "plus"):
+        keyboard.press(*["ArrowUp"] * MOST_ROWS)
+        keyboard.into_rows("#runs-grid").down_to("#runs-grid", name).press("Space")
     page.get_by_role("link", name="Compare 3 runs").wait_for()
     keyboard.reach("a", "Compare 3 runs", key="Shift+Tab").press("Enter")
     page.wait_for_selector("#compare-chart-0 .scatterlayer .trace", state="attached")
@@ -136,10 +116,9 @@ def test_runs_are_ticked_compared_and_a_line_is_hidden(keyboard):
     ("path", "chart"),
     [("/run/run-plain", "#run-stack"), ("/compare?run=run-plain&run=run-plus", "#compare-chart-0")],
 )
-def test_curves_are_zoomed_moved_and_shown_whole(watched, path, chart):
-    keyboard = arrived(watched, path)
-    page = keyboard.page
-    page.wait_for_selector(f"{chart} .scatterlayer .trace", state="attached")
+def test_curves_are_zoomed_moved_and_shown_whole(goto, path, chart):
+    page = goto(path, f"{chart} .scatterlayer .trace")
+    keyboard = Keyboard(page)
 
     def ends():
         given = page.evaluate("Object.fromEntries(new URLSearchParams(location.search))")
@@ -160,31 +139,28 @@ def test_curves_are_zoomed_moved_and_shown_whole(watched, path, chart):
 
 
 @pytest.mark.nightly
-def test_a_cell_of_the_heatmap_and_a_layer_of_the_table_are_chosen(watched):
-    keyboard = arrived(watched, "/run/run-plain?metric=edq_ratio")
-    page = keyboard.page
-    page.wait_for_selector("#run-panel .hm image")
+def test_a_cell_of_the_heatmap_and_a_layer_of_the_table_are_chosen(goto):
+    page = goto("/run/run-plain?metric=edq_ratio", "#run-panel .hm image")
+    keyboard, rows = Keyboard(page), page.locator(".layers-grid .ag-center-cols-container .ag-row")
     keyboard.reach("[data-map]").press("ArrowDown", "ArrowDown", "ArrowLeft")
     assert page.locator("#map-cell").inner_text().startswith("blocks.0.attention.output.weight, step 190: 0.")
     keyboard.press("Enter")
     search_has(page, "layer=blocks.0.attention.output.weight&step=190")
     card = page.locator("#run-layer-card")
     card.get_by_text("at step 190").wait_for()
-    page.goto(f"{watched.url}/run/run-plain?tab=table")
-    page.locator(".layers-grid .ag-center-cols-container .ag-row").nth(3).wait_for()
+    goto("/run/run-plain?tab=table")
+    rows.nth(3).wait_for()
     keyboard.into_rows(".layers-grid").down_to(".layers-grid", "head.weight").press("Enter")
     search_has(page, "layer=head.weight")
     card.get_by_role("heading", name="head.weight").wait_for()
     page.reload()
-    page.locator(".layers-grid .ag-center-cols-container .ag-row").nth(3).wait_for()
+    rows.nth(3).wait_for()
     keyboard.reach(".layers-grid .ag-header-cell", "Lost").press("Enter")
     page.locator(".layers-grid .ag-header-cell[col-id=lost_update_ratio][aria-sort=ascending]").wait_for()
     keyboard.reach(".layers-grid .ag-header-cell", "Layer", key="Shift+Tab").press("ArrowDown", "Enter")
     assert keyboard.on(".layers-grid .ag-floating-filter input")
     keyboard.type("mlp.up")
-    until(
-        lambda: page.locator(".layers-grid .ag-center-cols-container .ag-row").count() == 2, "the layers that match"
-    )
+    until(lambda: rows.count() == 2, "the layers that match")
 
 
 @pytest.mark.nightly
@@ -238,9 +214,9 @@ def test_the_table_is_searched_filtered_and_sorted(keyboard):
     search_has(page, "sort=name")
 
 
-def test_a_view_is_saved_for_all_who_see_the_project_opened_and_deleted(watched, client):
-    keyboard = arrived(watched, "/?strategy=plus&where=last_step+%3E+1&column=health&column=last_step")
-    page = keyboard.page
+def test_a_view_is_saved_for_all_who_see_the_project_opened_and_deleted(goto, client):
+    page = goto("/?strategy=plus&where=last_step+%3E+1&column=health&column=last_step")
+    keyboard = Keyboard(page)
     rows_are(page, "plus", "overflowed")
     keyboard.reach("summary", "Views").press("Enter")
     page.get_by_text("No view is saved yet").wait_for()
@@ -250,7 +226,7 @@ def test_a_view_is_saved_for_all_who_see_the_project_opened_and_deleted(watched,
     page.get_by_role("link", name="plus alone").wait_for()
     [view] = client.views("demo")
     assert (view.name, "last_step" in view.search) == ("plus alone", True)
-    page.goto(f"{watched.url}/runs")
+    goto("/runs")
     rows_are(page, "plain", "light", "plus", "master-weights", "overflowed")
     keyboard.reach("summary", "Views").press("Enter")
     page.get_by_role("link", name="plus alone").wait_for()
@@ -264,10 +240,9 @@ def test_a_view_is_saved_for_all_who_see_the_project_opened_and_deleted(watched,
 
 
 @pytest.mark.nightly
-def test_a_link_to_what_is_shown_is_copied_by_the_keyboard(watched):
-    page = watched.page
+def test_a_link_to_what_is_shown_is_copied_by_the_keyboard(page, goto):
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    keyboard = arrived(watched, "/run/run-plus?metric=edq_ratio&order=worst")
+    keyboard = Keyboard(goto("/run/run-plus?metric=edq_ratio&order=worst"))
     page.get_by_role("button", name="Copy link").wait_for()
     keyboard.reach("button", "Copy link", key="Shift+Tab").press("Enter")
     said = page.locator(".crumbs [role=status]").first

@@ -42,21 +42,17 @@ def server_url(served, tmp_path_factory):
 
 
 @pytest.fixture
-def listed(watched):
+def listed(page, goto):
     """The table by name, and the first row of each block of rows that it asked for."""
     asked: list[int] = []
-    page = watched.page
 
     def note(request):
-        question = question_of(request) or {"inputs": []}
-        asked.extend(
-            given["value"]["startRow"]
-            for given in question["inputs"]
-            if given.get("id") == "runs-wanted" and given["value"]
-        )
+        for given in (question_of(request) or {"inputs": []})["inputs"]:
+            if given.get("id") == "runs-wanted" and given["value"]:
+                asked.append(given["value"]["startRow"])
 
     page.on("request", note)
-    page.goto(f"{watched.url}/?sort=name")
+    goto("/?sort=name")
     row_says(page, 0, NAMES[0])
     return page, asked
 

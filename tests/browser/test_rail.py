@@ -4,13 +4,12 @@ import re
 
 import pytest
 
-from collage_monitor.client import Client
 from tests.browser.boxes import boxes
 from tests.browser.test_layout import violations_now
 from tests.dashboard.generated import GeneratedRun, demo_runs
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser]
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.usefixtures("evaluated")]
 
 LAPTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 
@@ -29,18 +28,10 @@ def runs():
     return [*seeds, *demo_runs(), *live]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def evaluated(server_url):
-    address, token_file = server_url
-    with Client(address, token_file.read_text().strip()) as client:
-        until(lambda: client.run_table().total == 39, "all runs")
-        until(lambda: "" not in client.run_table(limit=1).healths, "the evaluation of all runs")
-
-
 @pytest.fixture
-def laptop(watched):
-    watched.page.set_viewport_size(LAPTOP)
-    return watched.page
+def laptop(page):
+    page.set_viewport_size(LAPTOP)
+    return page
 
 
 def on_screen(page, locator):
@@ -61,29 +52,24 @@ def picked(page):
     )
 
 
-def test_who_is_sick_where_and_since_when_stand_on_the_first_screen(laptop, watched):
-    page = laptop
-    page.goto(watched.url)
-    page.wait_for_selector("#run-panel .hm image")
-    assert page.url == f"{watched.url}/run/run-live-plain", "the worst live run"
+def test_who_is_sick_where_and_since_when_stand_on_the_first_screen(laptop, goto, dashboard_url):
+    page = goto("", "#run-panel .hm image")
+    assert page.url == f"{dashboard_url}/run/run-live-plain", "the worst live run"
     assert page.evaluate("history.length") <= 3
     assert on_screen(page, page.locator(".rail h2")) == "39 runs, 19 sick"
     first = page.locator(".rail li[data-run]").first
     assert re.search(r"\d\d\.\d %", on_screen(page, first)), "what it loses now"
-    said = on_screen(page, page.locator(".answer .verdict"))
-    assert re.search(r"Loses .* of its updates now .*since", said)
+    assert re.search(r"Loses .* of its updates now .*since", on_screen(page, page.locator(".answer .verdict")))
     assert picked(page) == ["run-live-plain"]
-    live = page.locator(".rail li[data-run='run-live-plain']")
-    assert "live, step 200" in live.inner_text()
+    assert "live, step 200" in page.locator(".rail li[data-run='run-live-plain']").inner_text()
     [cells, curves] = boxes(page.locator("#run-panel .hm image").first, page.locator("#run-stack"))
     assert curves["bottom"] <= cells["y"]
     assert cells["bottom"] <= LAPTOP["height"], "where: every layer"
     assert violations_now(page) == []
 
 
-def test_a_tick_compares_at_once_and_the_address_says_what_is_picked(laptop, watched):
-    page = laptop
-    page.goto(f"{watched.url}/run/run-plain")
+def test_a_tick_compares_at_once_and_the_address_says_what_is_picked(laptop, goto):
+    page = goto("/run/run-plain")
     for name in ("plus", "fp32 reference"):
         page.get_by_role("checkbox", name=f"Compare {name}", exact=True).click()
     page.wait_for_function("new URLSearchParams(location.search).getAll('run').length === 3")
@@ -98,9 +84,8 @@ def test_a_tick_compares_at_once_and_the_address_says_what_is_picked(laptop, wat
 
 
 @pytest.mark.nightly
-def test_a_comparison_shrinks_by_ticks_to_a_run_and_comes_back(laptop, watched):
-    page = laptop
-    page.goto(f"{watched.url}/compare?run=run-plain&run=run-plus&run=run-fp32-reference")
+def test_a_comparison_shrinks_by_ticks_to_a_run_and_comes_back(laptop, goto):
+    page = goto("/compare?run=run-plain&run=run-plus&run=run-fp32-reference")
     page.locator("#compare-advice").wait_for()
     page.get_by_role("checkbox", name="Compare plain", exact=True).click()
     page.wait_for_function("document.querySelectorAll('#compare-strategies tbody tr').length === 2")
@@ -115,18 +100,16 @@ def test_a_comparison_shrinks_by_ticks_to_a_run_and_comes_back(laptop, watched):
     until(lambda: picked(page) == ["run-plain"], "the list to mark it")
 
 
-def test_which_strategy_is_one_click_away(laptop, watched):
-    page = laptop
-    page.goto(f"{watched.url}/run/run-plain")
+def test_which_strategy_is_one_click_away(laptop, goto):
+    page = goto("/run/run-plain")
     page.locator(".bar").get_by_role("link", name="Strategies").click()
     assert "Use Collage plus" in on_screen(page, page.locator("#compare-advice .verdict"))
     assert len(picked(page)) == 39
 
 
 @pytest.mark.nightly
-def test_the_layers_of_thirty_runs_stand_on_one_screen_and_each_leads_to_its_run(laptop, watched):
-    page = laptop
-    page.goto(f"{watched.url}/run/run-plain")
+def test_the_layers_of_thirty_runs_stand_on_one_screen_and_each_leads_to_its_run(laptop, goto):
+    page = goto("/run/run-plain")
     page.locator(".rail").get_by_role("link", name="Layers", exact=True).click()
     page.wait_for_url("**/fleet")
     page.wait_for_function("document.querySelectorAll('.fleet li').length === 30")
@@ -139,10 +122,8 @@ def test_the_layers_of_thirty_runs_stand_on_one_screen_and_each_leads_to_its_run
     page.locator("h1", has_text="live plain").wait_for()
 
 
-def test_a_phone_shows_the_list_and_then_what_is_picked(open_page, dashboard_url):
-    page = open_page(dashboard_url, width=PHONE["width"]).page
-    page.set_viewport_size(PHONE)
-    page.goto(dashboard_url)
+def test_a_phone_shows_the_list_and_then_what_is_picked(goto):
+    page = goto("", **PHONE)
     entry = page.locator(".rail li[data-run='run-live-plain'] a")
     entry.wait_for()
     assert page.locator("#page").is_hidden()

@@ -8,26 +8,16 @@ import numpy as np
 import pytest
 from collage_dashboard.figures.style import STRATEGY_COLOURS
 
-from collage_monitor.client import Client
 from tests.browser.boxes import boxes, drag
 from tests.browser.questions import question_of
 from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun, demo_runs
-from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 PLAIN = GeneratedRun("plain", "plain")
 STACKED = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
-
-
-SHARES = {
-    0.0: "0\u00a0%",
-    1e-5: "< 0.01\u00a0%",
-    0.0123: "1.2\u00a0%",
-    0.99998: "> 99.99\u00a0%",
-    1.0: "100\u00a0%",
-}
+SHARES = {0.0: "0 %", 1e-5: "< 0.01 %", 0.0123: "1.2 %", 0.99998: "> 99.99 %", 1.0: "100 %"}
 """Of updates lost, and how all pages tell them."""
 
 
@@ -84,11 +74,6 @@ def zoom(page, metric, begin, end):
     page.wait_for_function("before => location.href !== before", arg=address)
 
 
-def zoom_out(page, metric):
-    """Show all of a curve again, as its reader does."""
-    page.locator(f'[id*=\'"metric":"{metric}"\'] .nsewdrag').dblclick()
-
-
 def all_have(page, condition):
     """Wait until the x axis of each stacked chart, `axis`, meets the condition."""
     plots = ", ".join(plot("series", metric) for metric in STACKED)
@@ -99,9 +84,8 @@ def all_have(page, condition):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("axis", "whole"), [("step", 200), ("tokens", 2048 * 200), ("time", 0.5 * 190)])
-def test_a_zoom_of_one_curve_is_that_of_all_and_stands_in_the_address(watched, axis, whole):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?axis={axis}&tab=curves")
+def test_a_zoom_of_one_curve_is_that_of_all_and_stands_in_the_address(goto, axis, whole):
+    page = goto(f"/run/run-plain?axis={axis}&tab=curves")
     all_have(page, f"axis.range[1] > {0.97 * whole}")
     charts = boxes(*(page.locator(f'[id*=\'"metric":"{metric}"\'] .js-plotly-plot') for metric in STACKED))
     assert len({chart["x"] for chart in charts}) == 1, "they stand below each other"
@@ -122,15 +106,14 @@ def test_a_zoom_of_one_curve_is_that_of_all_and_stands_in_the_address(watched, a
     all_have(page, f"axis.range[0] === {inner[0]} && axis.range[1] === {inner[1]}")
     page.go_back()
     all_have(page, exactly)
-    zoom_out(page, "edq_ratio")
+    page.locator('[id*=\'"metric":"edq_ratio"\'] .nsewdrag').dblclick()
     all_have(page, f"axis.range[1] > {0.97 * whole}")
     assert "from=" not in page.url
 
 
 @pytest.mark.nightly
-def test_a_zoom_counts_while_charts_tell_their_size(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?tab=curves")
+def test_a_zoom_counts_while_charts_tell_their_size(goto):
+    page = goto("/run/run-plain?tab=curves")
     all_have(page, "axis.range[1] > 195")
     plots = "document.querySelectorAll('.js-plotly-plot')"
     page.evaluate(f"setInterval(() => {plots}.forEach((plot) => Plotly.relayout(plot, {{ autosize: true }})), 20)")
@@ -139,9 +122,8 @@ def test_a_zoom_counts_while_charts_tell_their_size(watched):
 
 
 @pytest.mark.nightly
-def test_a_search_shows_curves_while_it_is_typed_and_stands_in_the_address(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?tab=curves")
+def test_a_search_shows_curves_while_it_is_typed_and_stands_in_the_address(goto):
+    page = goto("/run/run-plain?tab=curves")
     page.locator("#run-panel .chart-card").nth(6).wait_for()
     page.locator("#run-query").fill("tokens per")
     page.wait_for_function("document.querySelectorAll('#run-panel .chart-card').length === 1")
@@ -153,11 +135,10 @@ def test_a_search_shows_curves_while_it_is_typed_and_stands_in_the_address(watch
 
 
 @pytest.mark.nightly
-def test_charts_of_the_readers_own_stand_in_their_order_and_in_the_address(watched):
-    page = watched.page
+def test_charts_of_the_readers_own_stand_in_their_order_and_in_the_address(goto):
     plots = "[...document.querySelectorAll('#run-panel .chart-card .js-plotly-plot')]"
     titles = f"{plots}.map((plot) => plot.closest('.chart-card').innerText)"
-    page.goto(f"{watched.url}/run/run-plain?tab=curves")
+    page = goto("/run/run-plain?tab=curves")
     page.locator("#run-panel .chart-card").nth(6).wait_for()
     field = page.get_by_role("textbox", name="Charts of your own, in order")
     for key in ("param_norm", "edq_ratio"):
@@ -180,9 +161,8 @@ def test_charts_of_the_readers_own_stand_in_their_order_and_in_the_address(watch
 @pytest.mark.nightly
 @pytest.mark.drawn(by=lambda **_: ["an axis"])
 @pytest.mark.parametrize("axis", ["step", "tokens", "time"])
-def test_back_undoes_a_zoom_that_was_not_answered_yet(watched, axis):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?axis={axis}&tab=curves&from=20&to=60")
+def test_back_undoes_a_zoom_that_was_not_answered_yet(goto, axis):
+    page = goto(f"/run/run-plain?axis={axis}&tab=curves&from=20&to=60")
     first = "axis.range[0] === 20 && axis.range[1] === 60"
     all_have(page, first)
     address, held = page.url, []
@@ -212,9 +192,8 @@ def test_back_undoes_a_zoom_that_was_not_answered_yet(watched, axis):
 
 
 @pytest.mark.nightly
-def test_a_curve_is_saved_and_explained_and_all_are_pointed_at_together(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?tab=curves")
+def test_a_curve_is_saved_and_explained_and_all_are_pointed_at_together(goto):
+    page = goto("/run/run-plain?tab=curves")
     all_have(page, "axis.range[1] > 195")
     drawn = page.evaluate(f"(p => [p.data.at(-1).x, p.data.at(-1).y])({plot('series', 'edq_ratio')})")
     for kind in ("csv", "png", "svg"):
@@ -229,8 +208,6 @@ def test_a_curve_is_saved_and_explained_and_all_are_pointed_at_together(watched)
         else:
             assert content.startswith({"png": b"\x89PNG", "svg": b"<svg"}[kind])
 
-    page.locator("#run-panel").get_by_role("heading", name="EDQ", exact=True).hover()
-    page.get_by_text("Unit: ratio").wait_for()
     area = page.locator('[id*=\'"metric":"loss"\'] .nsewdrag')
     area.scroll_into_view_if_needed()
     area.hover()
@@ -241,13 +218,11 @@ def test_a_curve_is_saved_and_explained_and_all_are_pointed_at_together(watched)
 
 
 @pytest.mark.nightly
-def test_a_heatmaps_colour_means_the_same_in_runs_of_different_ranges_and_it_runs_over_the_chosen_axis(watched):
-    page = watched.page
+def test_a_heatmaps_colour_means_the_same_in_runs_of_different_ranges_and_it_runs_over_the_chosen_axis(goto):
     drawn = plot("heatmap", "edq_ratio")
     scales, worst = [], []
     for run in ("plus", "plain"):
-        page.goto(f"{watched.url}/run/run-{run}?metric=edq_ratio")
-        page.wait_for_selector("#run-panel .hm image")
+        page = goto(f"/run/run-{run}?metric=edq_ratio", "#run-panel .hm image")
         scale = "(({ zmin, zmax, zauto, colorscale }) => ({ zmin, zmax, zauto, colorscale }))"
         scales.append(page.evaluate(f"{scale}({drawn}._fullData[0])"))
         worst.append(page.evaluate(f"Math.min(...{drawn}.data[0].z.flat())"))
@@ -270,10 +245,8 @@ def seen(page, place):
     )
 
 
-def test_a_layer_is_chosen_by_a_click_in_the_heatmap_or_by_name_and_its_row_is_framed(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?metric=edq_ratio")
-    page.wait_for_selector("#run-panel .hm image")
+def test_a_layer_is_chosen_by_a_click_in_the_heatmap_or_by_name_and_its_row_is_framed(goto):
+    page = goto("/run/run-plain?metric=edq_ratio", "#run-panel .hm image")
     area = page.locator("#run-panel .nsewdrag").first
     box = area.bounding_box()
     area.click(position={"x": box["width"] * 0.99, "y": box["height"] * 0.99})
@@ -303,11 +276,8 @@ def test_a_layer_is_chosen_by_a_click_in_the_heatmap_or_by_name_and_its_row_is_f
 
 
 @pytest.mark.nightly
-def test_titles_say_layer_and_steps_a_curve_has_its_strategys_colour_and_a_heatmap_those_of_the_pages_ground(
-    watched,
-):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?layer=blocks.0.mlp.up.weight&step=100")
+def test_titles_say_layer_and_steps_and_colours_are_the_strategys_and_those_of_the_pages_ground(goto):
+    page = goto("/run/run-plain?layer=blocks.0.mlp.up.weight&step=100")
     titles = page.locator("#run-stack .gtitle", has_text="mlp.up.weight")
     titles.nth(1).wait_for()
     edq, lost = titles.all_text_contents()
@@ -319,11 +289,9 @@ def test_titles_say_layer_and_steps_a_curve_has_its_strategys_colour_and_a_heatm
     for scheme in ("dark", "light"):
         page.get_by_role("button", name="Light or dark").click()
         page.wait_for_function(f"'' + {map_}.colorscale === '' + {map_}.meta['{scheme}']")
-    page.wait_for_function(
-        """colour => [...document.querySelectorAll('#run-stack .js-plotly-plot')].flatMap(plot => plot.data ?? [])
-            .some(trace => trace.type === 'scatter' && trace.line?.color === colour)""",
-        arg=STRATEGY_COLOURS["plain"],
-    )
+    traces = "[...document.querySelectorAll('#run-stack .js-plotly-plot')].flatMap(plot => plot.data ?? [])"
+    is_plain = f"trace.type === 'scatter' && trace.line?.color === '{STRATEGY_COLOURS['plain']}'"
+    page.wait_for_function(f"{traces}.some(trace => {is_plain})")
     page.get_by_role("tab", name="Histogram").click()
     page.wait_for_selector("#run-panel .barlayer .point", state="attached")
     page.locator(".gtitle", has_text="blocks.0.mlp.up.weight, step 100").wait_for()
@@ -348,13 +316,10 @@ def said(page, metric, row, column):
 
 
 @pytest.mark.nightly
-def test_a_small_share_is_told_as_on_all_pages_to_a_mouse_too(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-lossy?tab=layers&metric=lost_update_ratio")
-    page.wait_for_selector("#run-panel .hm image")
-    assert [said(page, "lost_update_ratio", row, 3).partition(";")[0] for row in range(len(SHARES))] == [
-        *SHARES.values()
-    ]
+def test_a_small_share_is_told_as_on_all_pages_to_a_mouse_too(goto):
+    page = goto("/run/run-lossy?tab=layers&metric=lost_update_ratio", "#run-panel .hm image")
+    told = [said(page, "lost_update_ratio", row, 3).partition(";")[0] for row in range(len(SHARES))]
+    assert [share.replace("\u00a0", " ") for share in told] == [*SHARES.values()]
     area = page.locator("#run-panel .nsewdrag").first
     box = area.bounding_box()
     area.hover(position={"x": box["width"] * 0.99, "y": box["height"] * 1.5 / 12})
@@ -362,22 +327,12 @@ def test_a_small_share_is_told_as_on_all_pages_to_a_mouse_too(watched):
 
 
 @pytest.mark.nightly
-def test_a_column_that_came_later_is_told_too(watched, growing):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-growing?metric=edq_ratio")
-    page.wait_for_selector("#run-panel .hm image")
-    growing(200)
+def test_a_column_that_came_later_is_told_too(goto, growing):
+    page = goto("/run/run-growing?metric=edq_ratio", "#run-panel .hm image")
+    growing(steps=200)
     page.wait_for_function(f"{plot('heatmap', 'edq_ratio')}.data[0].x.at(-1) === 200")
     value = page.evaluate(f"{plot('heatmap', 'edq_ratio')}.data[0].z[2].at(-1)")
     assert said(page, "edq_ratio", 2, -1) == f"{value:.3f}"
-
-
-@pytest.fixture(scope="module")
-def overview(server_url):
-    address, token_file = server_url
-    with Client(address, token_file.read_text().strip()) as client:
-        until(lambda: all(row.overview for row in client.run_table().rows), "the evaluation of all runs")
-        yield client.overview("run-plain")
 
 
 def shares(first, last):
@@ -387,14 +342,12 @@ def shares(first, last):
     return dict(zip((layer.name for layer in PLAIN.layers), lost / lost.sum(), strict=True))
 
 
-def test_the_first_sentence_is_the_headline_and_one_table_has_every_layer_with_its_share(watched, overview):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plus")
+def test_the_first_sentence_is_the_headline_and_one_table_has_every_layer_with_its_share(goto, evaluated):
+    overview = evaluated.overview("run-plain")
+    page = goto("/run/run-plus")
     page.locator(".answer .verdict", has_text="Healthy.").wait_for()
-    page.goto(f"{watched.url}/run/run-plain")
-    said = page.locator(".answer .verdict")
-    said.wait_for()
-    sentence = said.inner_text().replace("!", "").strip()
+    goto("/run/run-plain")
+    sentence = page.locator(".answer .verdict").inner_text().replace("!", "").strip()
     assert sentence == overview.headline
     assert sentence.startswith(f"Loses {100 * overview.now['lost_update_ratio']:.1f} % of its updates now")
     assert page.get_by_text(overview.text).is_hidden()
@@ -413,15 +366,13 @@ def test_the_first_sentence_is_the_headline_and_one_table_has_every_layer_with_i
     first = page.locator(".layers-grid .ag-row[row-index='0'] [col-id='layer']")
     assert first.inner_text() == max(wanted, key=wanted.get) == overview.worst[0].layer
     page.locator(".layers-grid .ag-floating-filter input").first.fill("mlp.up")
-    page.wait_for_function(
-        "document.querySelectorAll('.layers-grid .ag-center-cols-container .ag-row').length === 2"
-    )
+    rows.nth(2).wait_for(state="detached")
+    assert rows.count() == 2
 
 
 @pytest.mark.nightly
-def test_a_chosen_layers_card_stands_at_its_side_with_the_numbers_of_the_step_and_the_tabs_in_sight(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?tab=table")
+def test_a_chosen_layers_card_stands_at_its_side_with_the_numbers_of_the_step_and_the_tabs_in_sight(goto):
+    page = goto("/run/run-plain?tab=table")
     row = page.locator(".layers-grid .ag-row", has_text="blocks.1.mlp.up.weight")
     row.locator(".ag-cell").first.click()
     card = page.locator("#run-layer-card")
@@ -452,9 +403,8 @@ def test_a_chosen_layers_card_stands_at_its_side_with_the_numbers_of_the_step_an
 
 
 @pytest.mark.nightly
-def test_a_layer_tells_its_windows_residuals_and_copies(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-thorough?layer=blocks.1.mlp.up.weight")
+def test_a_layer_tells_its_windows_residuals_and_copies(goto):
+    page = goto("/run/run-thorough?layer=blocks.1.mlp.up.weight")
     card = page.locator("#run-layer-card")
     card.get_by_role("heading", name="blocks.1.mlp.up.weight").wait_for()
     told = {

@@ -5,15 +5,13 @@ from typing import Any
 
 import pytest
 
-from collage_monitor.client import Client
 from collage_monitor.number_text import value_text
 from tests.browser.test_comparison import tick
 from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun
-from tests.dashboard.posting import post_run
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser]
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.usefixtures("evaluated")]
 
 RATES = {"slow rate": 3e-4, "fast rate": 1e-3, "faster rate": 3e-3}
 
@@ -28,14 +26,6 @@ def runs():
     return [*rated, GeneratedRun("bare", "light", steps=60)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def client(server_url):
-    address, token_file = server_url
-    with Client(address, token_file.read_text().strip()) as asked:
-        until(lambda: all(row.overview for row in asked.run_table().rows), "the evaluation of all runs")
-        yield asked
-
-
 def shown(page):
     """The names of the rows below those that stay on top."""
     rows = page.locator(".ag-pinned-left-cols-container .ag-row")
@@ -45,10 +35,8 @@ def shown(page):
 def heads(page):
     """The columns from left to right."""
     cells = page.locator(".ag-header-cell")
-    found = (
-        "cells => cells.map((cell) => [Number(cell.getAttribute('aria-colindex')), cell.getAttribute('col-id')])"
-    )
-    return [name for _, name in sorted(cells.evaluate_all(found))]
+    of = "(cell) => [Number(cell.getAttribute('aria-colindex')), cell.getAttribute('col-id')]"
+    return [name for _, name in sorted(cells.evaluate_all(f"cells => cells.map({of})"))]
 
 
 def becomes(page, names):
@@ -67,14 +55,8 @@ FORMS = {
 
 def assert_written_as_on_pages(page):
     """Two languages, one form: the functions of the grid against those of the pages."""
-    values: list[Any] = [
-        *(sign * size for size in SIZES for sign in (1, -1)),
-        1.5e9,
-        -23.0,
-        None,
-        "NaN",
-        "Infinity",
-    ]
+    values: list[Any] = [sign * size for size in SIZES for sign in (1, -1)]
+    values += [1.5e9, -23.0, None, "NaN", "Infinity"]
     for form, key in FORMS.items():
         told = page.evaluate(f"values => values.map((value) => window.collageNumbers.{form}(value))", values)
         pairs = zip(values, told, strict=True)
@@ -90,25 +72,21 @@ def assert_written_as_on_pages(page):
 
 
 @pytest.mark.nightly
-def test_columns_are_chosen_ordered_and_kept_in_the_address(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/runs")
-    page.locator(".run-cell").first.wait_for()
+def test_columns_are_chosen_ordered_and_kept_in_the_address(goto):
+    page = goto("/runs", ".run-cell")
     page.locator("#page summary", has_text="Columns").click()
     page.get_by_role("textbox", name="Columns, in order").fill("optimizer.lr")
     page.keyboard.press("Enter")
     cell = page.locator(".ag-row .ag-cell[col-id='optimizer.lr']")
     cell.filter(has_text="0.0003").wait_for()
     order = heads(page)
-    assert order.index("optimizer.lr") == order.index("strategy") + 1, (
-        "what a reader adds is seen without scrolling"
-    )
+    assert order.index("optimizer.lr") == order.index("strategy") + 1, "what is added is seen without scrolling"
     address = page.url
     assert "column=optimizer.lr" in address
     page.goto("about:blank")
     page.goto(address)
     cell.filter(has_text="0.001").wait_for()
-    page.goto(f"{watched.url}/?column=optimizer.lr&column=health")
+    goto("/?column=optimizer.lr&column=health")
     cell.first.wait_for()
     assert heads(page) == ["name", "optimizer.lr", "health"]
     page.locator("#page summary", has_text="Columns").click()
@@ -118,15 +96,14 @@ def test_columns_are_chosen_ordered_and_kept_in_the_address(watched):
     page.go_back()
     page.wait_for_function("location.search.includes('column=health')")
     page.locator(".ag-header-cell[col-id='health']").wait_for()
-    page.goto(f"{watched.url}/?column=health&column=loss&column=optimizer.lr")
+    goto("/?column=health&column=loss&column=optimizer.lr")
     page.locator(".ag-row .ag-cell[col-id='optimizer.lr']", has_text="0.0003").wait_for()
     page.locator(".ag-header-cell[col-id='optimizer.lr']").drag_to(page.locator(".ag-header-cell[col-id='loss']"))
     page.wait_for_function("location.search.endsWith('column=health&column=optimizer.lr&column=loss')")
 
 
-def test_conditions_narrow_the_table_and_one_that_cannot_be_read_says_what_to_write(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/runs")
+def test_conditions_narrow_the_table_and_one_that_cannot_be_read_says_what_to_write(goto):
+    page = goto("/runs")
     becomes(page, [*RATES, "bare"])
     page.get_by_text("Filters", exact=True).click()
     conditions = page.get_by_role("textbox", name="Conditions on columns and entries")
@@ -148,9 +125,8 @@ def test_conditions_narrow_the_table_and_one_that_cannot_be_read_says_what_to_wr
     becomes(page, [*RATES, "bare"])
 
 
-def test_a_row_is_one_line_with_numbers_as_on_pages_and_its_sentence_is_told_on_focus(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/runs")
+def test_a_row_is_one_line_with_numbers_as_on_pages_and_its_sentence_is_told_on_focus(goto):
+    page = goto("/runs")
     row = page.locator(".ag-center-cols-container .ag-row", has_text="of its updates")
     row.wait_for()
     assert row.bounding_box()["height"] == 36
@@ -162,9 +138,8 @@ def test_a_row_is_one_line_with_numbers_as_on_pages_and_its_sentence_is_told_on_
     assert_written_as_on_pages(page)
 
 
-def test_pinned_runs_stay_on_top_and_numbers_are_told_as_differences_from_the_baseline(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/?sort=name")
+def test_pinned_runs_stay_on_top_and_numbers_are_told_as_differences_from_the_baseline(goto):
+    page = goto("/?sort=name")
     becomes(page, [*RATES, "bare"])
     tick(page, "slow rate")
     page.get_by_role("button", name="Baseline").click()
@@ -186,12 +161,10 @@ def test_pinned_runs_stay_on_top_and_numbers_are_told_as_differences_from_the_ba
     assert "baseline" not in page.url
 
 
-def test_picked_runs_are_tagged_archived_and_deleted_together(watched, client, server_url):
-    address, token_file = server_url
+def test_picked_runs_are_tagged_archived_and_deleted_together(goto, client, send):
     for name in ("old one", "old two"):
-        post_run(address, GeneratedRun(name, "plus", steps=20), token_file.read_text().strip())
-    page = watched.page
-    page.goto(f"{watched.url}/?q=old&column=tags")
+        send(GeneratedRun(name, "plus", steps=20))
+    page = goto("/?q=old&column=tags")
     becomes(page, ["old one", "old two"])
     for name in ("old one", "old two"):
         tick(page, name)
@@ -206,15 +179,10 @@ def test_picked_runs_are_tagged_archived_and_deleted_together(watched, client, s
     page.locator("#runs-undo:empty").wait_for(state="attached")
     page.get_by_role("button", name="Archive", exact=True).click()
     until(lambda: "archived" in client.run("run-old-one").tags, "them to be archived again")
-    page.goto(f"{watched.url}/?q=old&archived=1")
+    goto("/?q=old&archived=1")
     becomes(page, ["old one", "old two"])
     asked = []
-
-    def confirm(dialog):
-        asked.append(dialog.message)
-        dialog.accept()
-
-    page.on("dialog", confirm)
+    page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
     page.get_by_role("button", name="Delete", exact=True).click()
     page.locator("#runs-count", has_text="No run matches").wait_for()
     assert asked[0].startswith("Delete old one, old two, with all curves, notes and incidents? ")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from collage_monitor.client import Client
 from tests.browser.test_comparison import tick
 from tests.browser.test_incidents import Overflowed
 from tests.dashboard.generated import demo_runs
@@ -65,12 +64,9 @@ QUESTIONS = (losing, recommended, changed)
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_each_question_is_answered_by_what_the_tour_clicks(watched, server_url):
-    address, token_file = server_url
-    with Client(address, token_file.read_text().strip()) as client:
-        until(lambda: client.incidents().events, "the server's evaluation")
-        until(lambda: all(row.overview for row in client.run_table().rows), "the evaluation of all runs")
-    lost, train, change = (question(watched.page, watched.url) for question in QUESTIONS)
+def test_each_question_is_answered_by_what_the_tour_clicks(page, dashboard_url, evaluated):
+    until(lambda: evaluated.incidents().events, "the server's evaluation")
+    lost, train, change = (question(page, dashboard_url) for question in QUESTIONS)
     since = r"since the first measured step \(10\)"
     assert re.match(rf"!\s+Loses 57.* now .*, {since}; exp_avg_sq is stuck, {since}.* Worst: head\.weight", lost)
     assert "Use Collage plus · bfloat16: all 3 keep their updates (12 bytes a parameter)." in train

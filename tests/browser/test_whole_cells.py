@@ -66,19 +66,16 @@ def is_told(page, cell):
 
 
 @pytest.mark.parametrize("search", ["", "?by=strategy"])
-def test_no_cell_of_the_table_of_runs_is_cut_untold(open_page, dashboard_url, search):
-    page = open_page(dashboard_url, width=2060).page
-    page.goto(f"{dashboard_url}/runs{search}")
+def test_no_cell_of_the_table_of_runs_is_cut_untold(goto, search):
+    page = goto(f"/runs{search}", width=2060)
     page.locator(".ag-row .verdict-cell").nth(4).wait_for()
     page.locator(".ag-cell[col-id='notes']").first.wait_for()
     assert untold(page, page.locator("#runs-grid .ag-cell")) == []
     assert untold(page, page.locator("#runs-grid .ag-header-cell"), HEAD) == []
 
 
-def test_the_names_of_strategies_are_whole(open_page, dashboard_url):
-    page = open_page(dashboard_url, width=1280).page
-    page.set_viewport_size({"width": 1280, "height": 1400})
-    page.goto(dashboard_url + "/runs?q=of ")
+def test_the_names_of_strategies_are_whole(goto):
+    page = goto("/runs?q=of ", width=1280, height=1400)
     cells = page.locator(".ag-cell[col-id='strategy']")
     cells.nth(len(STRATEGIES) - 1).wait_for()
     page.locator(".ag-row .verdict-cell").nth(4).wait_for()
@@ -88,9 +85,8 @@ def test_the_names_of_strategies_are_whole(open_page, dashboard_url):
     assert cells.evaluate_all(f"cells => cells.filter({cut}).map((c) => c.textContent)") == []
 
 
-def test_no_cell_of_the_table_of_layers_is_cut_untold(open_page, dashboard_url):
-    page = open_page(dashboard_url, width=1280).page
-    page.goto(f"{dashboard_url}/run/run-of-kahan?tab=table")
+def test_no_cell_of_the_table_of_layers_is_cut_untold(goto):
+    page = goto("/run/run-of-kahan?tab=table", width=1280)
     page.locator(".layers-grid .ag-row").nth(4).wait_for()
     assert untold(page, page.locator(".layers-grid .ag-cell")) == []
     assert untold(page, page.locator(".layers-grid .ag-header-row-column .ag-header-cell"), HEAD) == []

@@ -3,7 +3,6 @@
 import pytest
 
 from collage_monitor import wire
-from collage_monitor.client import Client
 from tests.dashboard.generated import GeneratedRun
 from tests.waiting import until
 
@@ -19,22 +18,13 @@ def runs():
     return [GeneratedRun("plain", "plain", run_id="run-plain"), GeneratedRun("plus", "plus", run_id="run-plus")]
 
 
-@pytest.fixture(scope="module")
-def client(server_url):
-    address, token_file = server_url
-    with Client(address, token_file.read_text().strip()) as own:
-        yield own
-
-
 def cell(page, run_id, column):
     return page.locator(f'.ag-row[row-id="{run_id}"] .ag-cell[col-id="{column}"]')
 
 
 @pytest.mark.nightly
-def test_a_run_is_described_in_the_table_by_its_reader_and_by_others(watched, client):
-    page = watched.page
-    page.set_viewport_size({"width": 2400, "height": 900})
-    page.goto(f"{watched.url}/runs")
+def test_a_run_is_described_in_the_table_by_its_reader_and_by_others(goto, client):
+    page = goto("/runs", width=2400)
     cell(page, "run-plain", "tags").dblclick()
     page.keyboard.press("Control+A")
     page.keyboard.type(f"baseline, {HOSTILE_TAG}, baseline")
@@ -70,9 +60,8 @@ WRITE_AND_PRESS = """async (box, [text, button]) => {
 """As people do it on a page that still draws: no timer ends between the last key and the press of the button."""
 
 
-def test_a_run_is_described_on_its_page(watched, client):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plus?tab=about")
+def test_a_run_is_described_on_its_page(goto, client):
+    page = goto("/run/run-plus?tab=about")
     tags = page.get_by_role("textbox", name="Tags")
     tags.fill(HOSTILE_TAG)
     tags.press("Enter")
