@@ -1,4 +1,4 @@
-"""Links between pages lead to files and headings that exist; those of the site stay within the site."""
+"""Links between pages lead to files and headings that exist; the tour of the code names such files and rooms."""
 
 import re
 from pathlib import Path
@@ -30,3 +30,27 @@ def test_links_lead_somewhere(page):
             assert target.is_relative_to(DOCS), f"{page.name} links to {link}, which the site does not have"
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), f"{page.name} links to {link}"
+
+
+TOUR = (ROOT / "docs" / "architecture.md").read_text()
+NAMED = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|yml)|[a-z_]+/(?:[a-z_]+/)*)`", TOUR)
+COMPONENTS = [ROOT / "collage_monitor", *(path for path in ROOT.glob("*/collage_*") if path.is_dir())]
+
+
+def test_every_named_file_exists():
+    assert len(NAMED) > 50
+    missing = [name for name in NAMED if not any((root / name).exists() for root in [ROOT, *COMPONENTS])]
+    assert not missing
+
+
+def test_every_component_has_its_floor():
+    assert len(COMPONENTS) == 7
+    for component in COMPONENTS:
+        assert f"`{component.relative_to(ROOT)}/`" in TOUR
+
+
+@pytest.mark.parametrize("component", ["agent/collage_agent", "server/collage_server"])
+def test_every_room_has_an_owner(component):
+    rooms = {path.parent.relative_to(ROOT / component) for path in (ROOT / component).glob("*/__init__.py")}
+    rooms |= {path.parent.relative_to(ROOT / component) for path in (ROOT / component).glob("store/*/__init__.py")}
+    assert not [room for room in rooms if f"`{room}/`" not in TOUR]

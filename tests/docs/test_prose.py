@@ -1,20 +1,11 @@
-"""The prose check finds what readers stumbled over, and leaves plain sentences alone; what is written passes."""
+"""No page is longer than people read at once; the prose check finds what readers stumbled over, and no more."""
 
 import pytest
 
+from tests.docs.blocks import DOCS
 from tools import prose
-from tools.prose import (
-    MOST_FIRST_WORDS,
-    MOST_WORDS,
-    comments,
-    drawn,
-    faults,
-    main,
-    of_module,
-    of_page,
-    of_subject,
-    paragraphs,
-)
+from tools.prose import MOST_FIRST_WORDS, MOST_WORDS, comments, drawn, faults, main, paragraphs
+from tools.sizes import BUDGETS, GENERATED, HELD_TABLES, against_budgets, page_words
 
 LONG = " ".join(["word"] * (MOST_WORDS + 1)) + "."
 
@@ -59,28 +50,28 @@ def test_what_is_plain_is_left_alone(text):
 
 def test_a_page_begins_with_a_short_sentence():
     first = f"# Title\n\n{'word ' * (MOST_FIRST_WORDS + 1)}ends.\n"
-    assert [line for line, _ in of_page(first)] == [3]
-    assert not list(of_page("# Title\n\nShort. " + first.partition("\n\n")[2]))
+    assert [line for line, _ in prose.of_page(first)] == [3]
+    assert not list(prose.of_page("# Title\n\nShort. " + first.partition("\n\n")[2]))
 
 
 def test_code_tables_and_entries_are_told_apart():
-    assert not list(of_page(f"Short.\n\n```sh\n{LONG}\n```\n\n| {LONG} |\n\n    {LONG}\n"))
+    assert not list(prose.of_page(f"Short.\n\n```sh\n{LONG}\n```\n\n| {LONG} |\n\n    {LONG}\n"))
     halves = f"- {'word ' * 30}\n- {'word ' * 30}\n"
-    assert not list(of_page(f"Short.\n\n{halves}"))
-    assert [line for line, _ in of_page(f"Short.\n\n{halves}- {LONG}\n")] == [5]
+    assert not list(prose.of_page(f"Short.\n\n{halves}"))
+    assert [line for line, _ in prose.of_page(f"Short.\n\n{halves}- {LONG}\n")] == [5]
 
 
 def test_a_docstring_says_more_than_the_name():
-    assert list(of_module('def run():\n    """A run."""\n'))
-    assert not list(of_module('def run():\n    """The run that nobody has ended."""\n'))
+    assert list(prose.of_module('def run():\n    """A run."""\n'))
+    assert not list(prose.of_module('def run():\n    """The run that nobody has ended."""\n'))
 
 
 def test_comments_are_read_by_the_rules_of_docstrings_but_may_be_short():
     source = (
-        "#!/bin/sh\n# Meant for\n# it is this.\n\n# Short.\nrun()  # Nothing of it.\nx = '# anew'  # noqa: E501\n"
+        "#!/bin/sh\n# Meant for\n# it is this.\n\n# Short.\nrun()  # Nothing of it.\nx = '# anew'  # noqa: E501"
     )
     assert sorted(comments(source)) == [(2, "Meant for it is this."), (5, "Short."), (6, "Nothing of it.")]
-    assert sorted(line for line, _ in of_module(source)) == [2, 6]
+    assert sorted(line for line, _ in prose.of_module(source)) == [2, 6]
 
 
 @pytest.mark.parametrize(
@@ -100,23 +91,7 @@ def test_comments_are_read_by_the_rules_of_docstrings_but_may_be_short():
     ],
 )
 def test_the_subject_of_a_commit_is_short_and_says_what_to_do(subject, found):
-    assert len(list(of_subject(subject))) == found
-
-
-def test_main_reads_commits(monkeypatch, capsys):
-    monkeypatch.setattr(prose, "FOLDERS", ())
-    monkeypatch.setattr(prose, "_pages", list)
-    monkeypatch.setattr(prose, "subjects", lambda: ["1234abc Fixed it"])
-    assert main([]) == 1
-    assert "commit 1234abc: begin with what to do" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_without_their_history_commits_pass(monkeypatch, tmp_path):
-    monkeypatch.setattr(prose, "LAST_FREE_COMMIT", "0" * 40)
-    assert prose.subjects() == []
-    monkeypatch.setattr(prose, "ROOT", tmp_path)
-    assert prose.subjects() == []
+    assert len(list(prose.of_subject(subject))) == found
 
 
 def test_what_is_written_passes_and_a_seed_draws_the_same_sentences_of_every_kind(monkeypatch, capsys):
@@ -124,6 +99,9 @@ def test_what_is_written_passes_and_a_seed_draws_the_same_sentences_of_every_kin
     monkeypatch.setattr(prose, "FOLDERS", ("collage_monitor/command",))
     monkeypatch.setattr(prose, "subjects", list)
     assert main([]) == 0, capsys.readouterr().out
+    monkeypatch.setattr(prose, "subjects", lambda: ["1234abc Fixed it"])
+    assert main([]) == 1
+    assert "commit 1234abc: begin with what to do" in capsys.readouterr().out
     found = drawn(8, seed=3)
     assert found == drawn(8, seed=3) != drawn(8, seed=4)
     assert found[1].startswith("docs/studies/")
@@ -135,8 +113,29 @@ def test_what_is_written_passes_and_a_seed_draws_the_same_sentences_of_every_kin
 def test_a_sentence_is_not_torn_where_its_line_ends():
     """A wrapped line that began with a few words and a colon was read as an entry of its own, without them."""
     page = "Servers are killed with\nSIGKILL: at any moment.\nNext one.\nstep: of the alert.\n"
-    assert [text for _, text in paragraphs(page)] == [
-        "Servers are killed with SIGKILL: at any moment. Next one.",
-        "step: of the alert.",
-    ]
+    whole = ["Servers are killed with SIGKILL: at any moment. Next one.", "step: of the alert."]
+    assert [text for _, text in paragraphs(page)] == whole
     assert [text for _, text in paragraphs("- one: two\n- three\n1. four")] == ["one: two", "three", "four"]
+
+
+MOST_WORDS_A_PAGE = 1500
+LENGTHS = {page: words for page, words in page_words().items() if page.startswith("docs/")}
+
+
+@pytest.mark.parametrize("page", LENGTHS)
+def test_a_page_can_be_read_at_once(page):
+    assert LENGTHS[page] <= MOST_WORDS_A_PAGE
+
+
+def test_what_is_excused_is_there_and_held_where_it_says():
+    for page, holder in HELD_TABLES.items():
+        assert page in LENGTHS
+        assert (DOCS.parent / holder).is_file()
+    assert all((DOCS.parent / name).exists() for name in GENERATED)
+
+
+@pytest.mark.parametrize(("count", "above", "loose"), [(1001, 1, 0), (1000, 0, 0), (990, 0, 0), (989, 0, 1)])
+def test_budgets_hold_and_only_fall(count, above, loose):
+    """A count above its budget is a breach; a budget more than 1 % above its count should fall."""
+    found = against_budgets(BUDGETS | {"tests": count}, BUDGETS | {"tests": 1000})
+    assert [len(lines) for lines in found] == [above, loose]

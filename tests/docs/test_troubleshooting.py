@@ -24,10 +24,10 @@ CAUSES = causes()
 
 def headings(said):
     """The headings of the page under which this message stands."""
-    patterns = {text: ".*".join(map(re.escape, text.split("…"))) for cause in CAUSES for text in cause.messages}
-    return {
-        cause.title for cause in CAUSES for text in cause.messages if re.search(patterns[text], said, re.DOTALL)
-    }
+    told = [
+        (cause.title, ".*".join(map(re.escape, text.split("…")))) for cause in CAUSES for text in cause.messages
+    ]
+    return {title for title, pattern in told if re.search(pattern, said, re.DOTALL)}
 
 
 def test_the_page_is_what_the_code_says():
@@ -35,11 +35,10 @@ def test_the_page_is_what_the_code_says():
 
 
 def test_each_cause_says_why_and_what_to_do():
-    sections = causes()
-    assert len({cause.title for cause in sections}) == len(sections) > 30
-    assert sum(len(cause.messages) for cause in sections) > 500
-    assert all(cause.messages for cause in sections)
-    assert all(text.endswith(".") for cause in sections for text in (cause.why, cause.next))
+    assert len({cause.title for cause in CAUSES}) == len(CAUSES) > 30
+    assert sum(len(cause.messages) for cause in CAUSES) > 500
+    assert all(cause.messages for cause in CAUSES)
+    assert all(text.endswith(".") for cause in CAUSES for text in (cause.why, cause.next))
 
 
 def test_a_message_without_a_cause_and_a_cause_without_a_message_are_refused(monkeypatch):
@@ -72,7 +71,7 @@ def test_a_warning_of_low_precision_is_found(caplog):
     weight.grad = torch.ones_like(weight)
     CollageAdamW([weight], strategy="plain").step()
     assert "is more than 'plain' can hold" in caplog.text
-    (cause,) = [cause for cause in causes() if any("more than … can hold" in text for text in cause.messages)]
+    (cause,) = [cause for cause in CAUSES if any("more than … can hold" in text for text in cause.messages)]
     assert cause.title in headings(caplog.text)
 
 
