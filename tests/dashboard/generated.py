@@ -1,5 +1,6 @@
 """Made-up runs whose totals are consistent: what an agent could have sent. Test data, measured nowhere."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +31,10 @@ def layer_names(blocks):
 
 @dataclass
 class GeneratedRun:
-    """A run of `steps` steps, measured every `every`; the same arguments make the same run."""
+    """A run of `steps` steps, measured every `every`; the same arguments make the same run.
+
+    `logs(step)` are scalars in place of or beside its own, `sums(totals, step)` such totals.
+    """
 
     name: str
     strategy: str
@@ -43,6 +47,8 @@ class GeneratedRun:
     seed: int | None = None
     config: dict = field(default_factory=dict)
     group: str | None = None
+    logs: Callable[[int], dict] = lambda step: {}
+    sums: Callable[[dict, int], dict] = lambda totals, step: {}
     layers: list = field(init=False)
 
     def __post_init__(self):
@@ -61,7 +67,7 @@ class GeneratedRun:
     def final(self):
         """Where the run's ratios end."""
         exact = {"edq": 1.0, "lost": 0.0, "state": 1.0, "oracle": 1.0, "loss": 2.415}
-        return exact if self.dtype == "float32" else FINAL[self.strategy]
+        return exact if self.dtype == "float32" else FINAL.get(self.strategy, FINAL["plus"])
 
     def totals(self, step):
         """Statistic → totals [layer] of one step."""
@@ -114,7 +120,8 @@ class GeneratedRun:
             share = self.final["state"] if name == "exp_avg_sq" else 1.0
             totals[f"state_decrement_intended_sum/{name}"] = -intended
             totals[f"state_decrement_observed_sum/{name}"] = -intended * share
-        return {**totals, **_histogram(active, self.strategy)}
+        totals |= _histogram(active, self.strategy)
+        return totals | self.sums(totals, step)
 
     def scalars(self, step):
         """Logged scalars of a step; a validation loss at every fifth measured one."""
@@ -124,9 +131,9 @@ class GeneratedRun:
         if step % (5 * self.every) == 0:
             values["validation_loss"] = float(self.final["loss"] + 3.0 * decay)
         if step == self.every:
-            sizes = {"plain": 8.0, "light": 10.0, "plus": 12.0} if self.dtype == "bfloat16" else {}
+            sizes = {"plain": 8.0, "light": 10.0, "kahan": 10.0, "plus": 12.0} if self.dtype == "bfloat16" else {}
             values["bytes_per_parameter"] = sizes.get(self.strategy, 16.0)
-        return values
+        return values | self.logs(step)
 
     def model_totals(self, step):
         """Statistic → total of the whole model at one step."""
@@ -155,6 +162,18 @@ def demo_runs(**more):
     """The five runs of a demo: four strategies in bfloat16 and the float32 reference."""
     runs = [GeneratedRun(name, name, **more) for name in ("plain", "light", "plus", "master-weights")]
     return [*runs, GeneratedRun("fp32 reference", "plain", "float32", **more)]
+
+
+RAISED_AT = 800
+
+
+def raised_run(steps=2 * RAISED_AT):
+    """Its learning rate is tripled at a step; nothing else happens."""
+
+    def logs(step):
+        return {"learning_rate": 6e-4 if step >= RAISED_AT else 2e-4, "loss": 2.5}
+
+    return GeneratedRun("raised", "plus", steps=steps, logs=logs)
 
 
 DEMO = tuple(run.run_id for run in demo_runs())

@@ -1,28 +1,14 @@
 """What changed at a step that a reader picks: the incident's table, divided where the reader says."""
 
-from dataclasses import dataclass
-
 import pytest
 from collage_dashboard.pages.run_content import draw
 from collage_dashboard.view import read_address
 
 from tests.dashboard.asking import answered, question
-from tests.dashboard.generated import GeneratedRun
+from tests.dashboard.generated import raised_run
 from tests.dashboard.walk import by_id, components, text
 
-RAISED_AT = 800
-
-
-@dataclass
-class Raised(GeneratedRun):
-    """Its learning rate is tripled at a step; nothing else happens."""
-
-    def scalars(self, step):
-        rate = 6e-4 if step >= RAISED_AT else 2e-4
-        return super().scalars(step) | {"learning_rate": rate, "loss": 2.5}
-
-
-RAISED = Raised("raised", "plus", run_id="run-raised", steps=2000)
+RAISED = raised_run(2000)
 
 
 @pytest.fixture(autouse=True)

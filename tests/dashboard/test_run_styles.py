@@ -37,22 +37,20 @@ def lab(colour, matrix):
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
-def test_a_name_of_its_own_stays_as_it_is():
-    assert [style.label for style in styles_of([run("a"), run("b")])] == ["a", "b"]
+def labels(*runs):
+    return [style.label for style in styles_of(runs)]
 
 
-def test_a_long_name_is_cut_in_its_middle():
-    (style,) = styles_of([run("first-" + "x" * 500 + "-last")])
-    assert len(style.label) == 48
-    assert style.label.startswith("first-")
-    assert style.label.endswith("-last")
+def test_a_name_of_its_own_stays_as_it_is_and_a_long_one_is_cut_in_its_middle():
+    assert labels(run("a"), run("b")) == ["a", "b"]
+    [label] = labels(run("first-" + "x" * 500 + "-last"))
+    assert (len(label), label[:6], label[-5:]) == (48, "first-", "-last")
 
 
 def test_the_same_name_takes_strategy_and_dtype_then_the_id():
-    runs = [run("gpt", "plain"), run("gpt", "plus", run_id="xx1111"), run("gpt", "plus", run_id="xx2222")]
-    labels = [style.label for style in styles_of(runs)]
-    assert labels[0] == "gpt · Plain · bfloat16"
-    assert labels[1:] == ["gpt · Collage plus · bfloat16 · xx1111", "gpt · Collage plus · bfloat16 · xx2222"]
+    first, *others = labels(run("gpt"), *(run("gpt", "plus", run_id=run_id) for run_id in ("xx1111", "xx2222")))
+    assert first == "gpt · Plain · bfloat16"
+    assert others == ["gpt · Collage plus · bfloat16 · xx1111", "gpt · Collage plus · bfloat16 · xx2222"]
 
 
 def test_runs_of_one_strategy_share_a_colour_and_differ_in_dash():
@@ -61,11 +59,8 @@ def test_runs_of_one_strategy_share_a_colour_and_differ_in_dash():
     assert first.dash != second.dash
 
 
-def test_every_strategy_of_the_catalogue_has_a_colour():
+def test_every_strategy_of_the_catalogue_has_a_colour_and_plain_float32_is_the_reference():
     assert set(STRATEGY_COLOURS) == set(STRATEGIES)
-
-
-def test_plain_float32_is_the_reference():
     assert strategy_colour("plain", "float32") == REFERENCE
     assert strategy_colour("plain", "bfloat16") == STRATEGY_COLOURS["plain"]
     assert strategy_colour("from the future") == STRATEGY_COLOURS["unknown"]

@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from collage_dashboard.app import render
 from collage_dashboard.figures.style import STRATEGY_COLOURS
 from collage_dashboard.figures.tradeoff import tradeoff
 from collage_dashboard.pages.comparison_content import figure, lines_of
@@ -18,32 +17,26 @@ from collage_monitor.recommendation import recommendation
 from collage_monitor.seeds import Estimate
 from collage_monitor.strategies import strategy_title
 from collage_monitor.strategy_results import StrategyResult, results_by_strategy, run_results
+from tests.dashboard.fake_server import FakeServer
 from tests.dashboard.generated import DEMO, GeneratedRun
 from tests.dashboard.walk import by_id, text
 
 
 @pytest.fixture
-def rows(server):
-    """The demo's runs as rows of the table of runs."""
-    return server.client().run_table(run_ids=DEMO).rows
-
-
-@pytest.fixture
 def seeds(server):
     """Two seeds of plain and of the reference, as rows and side by side."""
-    names = {"plain": ("plain", "bfloat16"), "reference": ("plain", "float32")}
-    for seed in (1, 2):
-        for name, (strategy, dtype) in names.items():
-            run = GeneratedRun(f"{name} {seed}", strategy, dtype, run_id=f"{name}-{seed}")
-            server.runs[run.run_id] = run
+    names = {"plain": "bfloat16", "reference": "float32"}
     ids = [f"{name}-{seed}" for name in names for seed in (1, 2)]
+    for run_id in ids:
+        name, _, seed = run_id.partition("-")
+        server.runs[run_id] = GeneratedRun(f"{name} {seed}", "plain", names[name], run_id=run_id)
     found = server.client().run_table(run_ids=ids).rows
     return [msgspec.structs.replace(row, seed=int(row.run_id[-1])) for row in found], ids
 
 
 @pytest.mark.slow
-def test_the_page_opens_with_its_recommendation_and_a_row_a_strategy(server, reader):
-    page = render(read_address("/compare", "?" + "&".join(f"run={run}" for run in DEMO)), reader)
+def test_the_page_opens_with_its_recommendation_and_a_row_a_strategy(server, shown):
+    page = shown("/compare?" + "&".join(f"run={run}" for run in DEMO))
     said = text(by_id(page, "compare-advice"))
     assert said.count("Use Collage plus · bfloat16: ") == 1
     assert "Collage light · bfloat16: 10 bytes a parameter, loss +0.009 (+0.4 %), exp_avg_sq is stuck" in said
@@ -56,16 +49,11 @@ def test_the_page_opens_with_its_recommendation_and_a_row_a_strategy(server, rea
 
 
 @pytest.mark.slow
-def test_the_picture_has_a_point_a_strategy_in_its_colour_and_marks_the_chosen(rows):
-    results = results_by_strategy(run_results(rows))
+def test_the_picture_has_a_point_a_strategy_in_its_colour_and_marks_the_chosen(server):
+    results = results_by_strategy(run_results(server.client().run_table(run_ids=DEMO).rows))
     by_bytes = tradeoff(results, chosen=recommendation(results).chosen)
-    assert [trace.name for trace in by_bytes.data] == [
-        "Collage plus",
-        "Plain · bfloat16",
-        "Collage light",
-        "fp32 master weights",
-        "Plain · float32",
-    ]
+    names = ["Collage plus", "Plain · bfloat16", "Collage light", "fp32 master weights", "Plain · float32"]
+    assert [trace.name for trace in by_bytes.data] == names
     assert [trace.x[0] for trace in by_bytes.data] == [12.0, 8.0, 10.0, 16.0, 16.0]
     assert by_bytes.data[1].y[0] == pytest.approx(2.55 - 2.415)
     assert by_bytes.data[-1].y[0] == 0.0
@@ -77,28 +65,18 @@ def test_the_picture_has_a_point_a_strategy_in_its_colour_and_marks_the_chosen(r
     assert len(set(near)) == 2, "labels of near points keep apart"
 
 
+def result(strategy, dtype, gap, cost):
+    """A strategy of one run, at this cost."""
+    told: dict = {"runs": (), "tokens_per_second": None, "loss": Estimate(2.4 + gap, 1), "gap": Estimate(gap, 1)}
+    told |= {"bytes_per_parameter": Estimate(cost, 1), "is_reference": dtype == "float32"}
+    return StrategyResult(strategy=strategy, dtype=dtype, **told)
+
+
 def measured(costs):
     """The demo's strategies at these costs."""
-    found = {
-        ("plain", "bfloat16"): 0.0928,
-        ("light", "bfloat16"): -0.0003,
-        ("plus", "bfloat16"): -0.001,
-        ("master-weights", "bfloat16"): -0.0008,
-        ("plain", "float32"): 0.0,
-    }
-    return [
-        StrategyResult(
-            strategy=strategy,
-            dtype=dtype,
-            runs=(),
-            is_reference=dtype == "float32",
-            loss=Estimate(2.4, 1),
-            gap=Estimate(gap, 1),
-            bytes_per_parameter=Estimate(cost, 1),
-            tokens_per_second=None,
-        )
-        for ((strategy, dtype), gap), cost in zip(found.items(), costs, strict=True)
-    ]
+    gaps = {"plain": 0.0928, "light": -0.0003, "plus": -0.001, "master-weights": -0.0008}
+    found = [*((strategy, "bfloat16", gap) for strategy, gap in gaps.items()), ("plain", "float32", 0.0)]
+    return [result(*told, cost) for told, cost in zip(found, costs, strict=True)]
 
 
 def test_every_point_of_the_demo_has_its_label():
@@ -124,25 +102,10 @@ def test_where_points_crowd_a_label_without_room_is_told_on_hover():
     """Eight strategies of the same cost and nearly the same loss, and one far away that makes them a heap."""
     names = [name for name in STRATEGY_COLOURS if name != "unknown"][:9]
     rows = [(names[0], 8.0, 0.5)] + [(name, 16.0, 0.001 * place) for place, name in enumerate(names[1:])]
-    results = [
-        StrategyResult(
-            strategy=name,
-            dtype="bfloat16",
-            runs=(),
-            is_reference=False,
-            loss=Estimate(2.4 + gap, 1),
-            gap=Estimate(gap, 1),
-            bytes_per_parameter=Estimate(size, 1),
-            tokens_per_second=None,
-        )
-        for name, size, gap in rows
-    ]
-    drawn = tradeoff(results)
+    drawn = tradeoff([result(name, "bfloat16", gap, size) for name, size, gap in rows])
     assert 0 < sum("text" in trace.mode for trace in drawn.data) < len(drawn.data)
-    assert all(
-        strategy_title(result.strategy, "bfloat16") in trace.customdata[0]
-        for trace, result in zip(drawn.data, results, strict=True)
-    )
+    for trace, (name, *_) in zip(drawn.data, rows, strict=True):
+        assert strategy_title(name, "bfloat16") in trace.customdata[0]
 
 
 @pytest.mark.parametrize(
@@ -164,8 +127,6 @@ def test_a_spread_below_the_last_digit_is_left_out(key, mean, spread, told):
 def test_intervals_over_seeds_are_drawn_and_do_not_squeeze_the_points():
     def row(name, seed, loss, size):
         run = GeneratedRun(f"{name}{seed}", "plain", name, run_id=f"{name}-{seed}")
-        from tests.dashboard.fake_server import FakeServer
-
         [found] = FakeServer([run]).client().run_table().rows
         scalars = dict(found.scalars)
         for key, value in (("validation_loss", loss), ("bytes_per_parameter", size)):
@@ -208,12 +169,11 @@ def test_what_other_storage_would_have_kept_shows_only_what_was_measured(server)
         "counterfactual_variance_ratio/stochastic/bf16": 0.53,
     }
     said = text(counterfactual_table([msgspec.structs.replace(run, merged=merged)]))
-    assert "Plain, bf16" in said
-    assert "0.910" in said
-    assert "noise 0.530" in said
+    for words in ("Plain, bf16", "0.910", "noise 0.530"):
+        assert words in said
     assert "fp8" not in said
 
 
 @pytest.mark.slow
-def test_without_runs_the_newest_projects_answer_stands_there(reader):
-    assert "Use Collage plus" in text(by_id(render(View(page="compare"), reader), "compare-advice"))
+def test_without_runs_the_newest_projects_answer_stands_there(shown):
+    assert "Use Collage plus" in text(by_id(shown("/compare"), "compare-advice"))

@@ -24,38 +24,29 @@ def banded(points, gap=()):
 def put(figure, part):
     """As `assets/figures.js` does it."""
     shown = json.loads(figure.to_json())
-    for trace, ends, newer in zip(shown["data"], part["ends"], part["traces"], strict=True):
-        head, tail = ends
-        sizes = {"size": trace["marker"].pop("size")} if "size" in newer else {}
-        held = trace | sizes
+    for trace, (head, tail), newer in zip(shown["data"], part["ends"], part["traces"], strict=True):
         for name, values in newer.items():
-            old = held[name]
-            whole = [*old[:head], *values, *old[len(old) - tail :]]
-            (trace["marker"] if name == "size" else trace)[name] = whole
+            place = trace["marker"] if name == "size" else trace
+            place[name] = [*place[name][:head], *values, *place[name][len(place[name]) - tail :]]
     return shown
-
-
-@pytest.mark.parametrize(
-    "make",
-    [drawn, banded, lambda points: banded(points, {3, 17, 18}), lambda points: two(points)],
-    ids=["curve", "interval", "interval with gaps", "two curves"],
-)
-@pytest.mark.parametrize(("before", "after"), [(40, 41), (40, 47), (41, 60)])
-def test_the_newest_points_put_in_their_place_give_the_new_figure(make, before, after):
-    _, told = newest_part(make(before), None)
-    part, then = newest_part(make(after), told)
-    assert part is not None
-    assert put(make(before), part) == json.loads(make(after).to_json())
-    assert newest_part(make(after), then) == newest_part(make(after), then)
-    assert newest_part(make(after), None) == (None, then)
-    assert newest_part(make(after), then)[1] == then, "what is shown already is known as such"
-    assert len(json.dumps(part)) < 0.2 * len(make(after).to_json()) or after - before > 10
 
 
 def two(points):
     own = series(VALUES[:points], low=[0.5] * points, high=[1.0] * points)
     lines = [NamedCurve("a run", "#0072B2", own), NamedCurve("another", "#D55E00", series(VALUES[:points]))]
     return curves("edq_ratio", lines)
+
+
+@pytest.mark.parametrize("make", [drawn, banded, lambda points: banded(points, {3, 17, 18}), two])
+@pytest.mark.parametrize(("before", "after"), [(40, 41), (40, 47), (41, 60)])
+def test_the_newest_points_put_in_their_place_give_the_new_figure(make, before, after):
+    _, told = newest_part(make(before), None)
+    part, then = newest_part(make(after), told)
+    assert part is not None
+    assert put(make(before), part) == json.loads(make(after).to_json())
+    assert newest_part(make(after), None) == (None, then)
+    assert newest_part(make(after), then)[1] == then, "what is shown already is known as such"
+    assert len(json.dumps(part)) < 0.2 * len(make(after).to_json()) or after - before > 10
 
 
 def test_a_point_that_has_changed_brings_the_whole_figure():
@@ -68,10 +59,8 @@ def test_a_point_that_has_changed_brings_the_whole_figure():
 
 def test_fewer_points_other_curves_and_another_scale_bring_the_whole_figure():
     _, told = newest_part(banded(40), None)
-    assert newest_part(banded(30), told)[0] is None
-    assert newest_part(drawn(41), told)[0] is None
-    assert newest_part(two(41), told)[0] is None
-    assert newest_part(heatmap(heatmap_answer([[1.0, 0.9]])), None)[0] is None
+    for other in (banded(30), drawn(41), two(41)):
+        assert newest_part(other, told)[0] is None
 
 
 def test_of_a_heatmap_that_has_grown_only_the_newest_columns_are_sent():

@@ -3,6 +3,7 @@
 import math
 
 import msgspec
+import numpy as np
 import pytest
 from collage_dashboard.figures import heatmap
 from collage_dashboard.figures.growth import as_sent
@@ -16,6 +17,21 @@ from collage_dashboard.figures.heatmap import (
 )
 
 from tests.dashboard.figures.answers import heatmap_answer
+
+
+def rows_of(count, **more):
+    """The figure of so many layers, all alike."""
+    return heatmap(heatmap_answer([[0.9]] * count), **more)
+
+
+def cells_of(values, metric="edq_ratio"):
+    """What a heatmap of these values draws."""
+    return heatmap(heatmap_answer(values, metric)).data[0]
+
+
+def colour(text):
+    """Red, green and blue of '#RRGGBB'."""
+    return [int(text[at : at + 2], 16) for at in (1, 3, 5)]
 
 
 def test_cells_rows_and_hover():
@@ -34,50 +50,45 @@ def test_cells_rows_and_hover():
 def test_the_middle_of_the_colours_is_the_ideal_and_the_scale_is_the_same_for_every_run():
     scales = set()
     for worst in (0.95, 0.45, 1.0 - 1e-7):
-        trace = heatmap(heatmap_answer([[1.0, worst]])).data[0]
+        trace = cells_of([[1.0, worst]])
         assert math.isclose((trace.zmin + trace.zmax) / 2, 1.0)
         assert trace.zmax - trace.zmin >= 0.04 - 1e-12, "noise around the ideal stays pale"
         scales.add((trace.zmin, trace.zmax))
     assert scales == {(1.0 - REACH, 1.0 + REACH)}
-    trace = heatmap(heatmap_answer([[1.0, 0.9]], "measured_ratio")).data[0]
+    trace = cells_of([[1.0, 0.9]], "measured_ratio")
     assert (trace.zmin, trace.zmax) == pytest.approx((100 * (1.0 - REACH), 100 * (1.0 + REACH))), "in percent"
 
 
 def test_a_loss_that_is_judged_as_one_is_no_longer_pale():
     """At EDQ 0.95 updates are lost: a run that lost 27 % of them was grey."""
-    trace = heatmap(heatmap_answer([[1.0, 0.95]])).data[0]
-    [clear] = [colour for place, colour in trace.colorscale if math.isclose(place, 0.45)]
-    red, _, blue = (int(clear[at : at + 2], 16) for at in (1, 3, 5))
+    trace = cells_of([[1.0, 0.95]])
+    [clear] = [told for place, told in trace.colorscale if math.isclose(place, 0.45)]
+    red, _, blue = colour(clear)
     assert red - blue > 80
     assert math.isclose(trace.zmin + 0.45 * (trace.zmax - trace.zmin), 0.95)
 
 
-def test_a_share_lost_is_drawn_in_percent_from_none_to_all():
-    trace = heatmap(heatmap_answer([[0.0, 0.3]], "lost_update_ratio")).data[0]
-    assert (trace.zmin, trace.zmax) == (0.0, 100.0)
+def test_a_share_lost_is_in_percent_steps_where_its_alert_begins_and_stands_out_the_worse_it_is():
+    trace = cells_of([[0.0, 0.3]], "lost_update_ratio")
+    assert (trace.zmin, trace.zmax) == (0.0, 100.0), "from none to all"
     assert list(trace.z[0]) == [0.0, 30.0]
     assert trace.meta["form"] == "share"
-
-
-def test_a_share_lost_steps_where_its_alert_begins_and_stands_out_from_either_ground_the_worse_it_is():
-    def light(colour):
-        return sum(int(colour[at : at + 2], 16) * weight for at, weight in ((1, 0.21), (3, 0.72), (5, 0.07)))
-
-    trace = heatmap(heatmap_answer([[0.0, 0.3]], "lost_update_ratio")).data[0]
     for scheme, ground in (("light", 255), ("dark", 36)):
         places, colours = zip(*trace.meta[scheme], strict=True)
         assert places[1] == places[2] == 0.25, "a step"
-        away = [abs(light(colour) - ground) for colour in colours]
+        away = [abs(np.dot(colour(told), (0.21, 0.72, 0.07)) - ground) for told in colours]
         assert away == sorted(away), scheme
-        below, beyond = colours[1:3]
-        assert int(beyond[1:3], 16) - int(beyond[5:7], 16) > 80 > int(below[1:3], 16) - int(below[5:7], 16)
+        below, beyond = (colour(told) for told in colours[1:3])
+        assert beyond[0] - beyond[2] > 80 > below[0] - below[2]
     assert [list(stop) for stop in trace.colorscale] == trace.meta["light"]
 
 
-def test_the_selected_row_has_a_frame():
-    figure = heatmap(heatmap_answer([[0.9]] * 5), selected="layer.3")
-    [frame] = figure.layout.shapes
+def test_the_selected_row_has_a_frame_and_keeps_its_label_whatever_is_thinned_out():
+    [frame] = rows_of(5, selected="layer.3").layout.shapes
     assert (frame.y0, frame.y1) == (2.5, 3.5)
+    axis = rows_of(200, selected="layer.101").layout.yaxis
+    assert "<b>▸ layer.101</b>" in axis.ticktext
+    assert "layer.101" in axis.tickvals
 
 
 def test_layers_of_a_group_stand_together_under_its_name_in_the_answers_order():
@@ -86,14 +97,8 @@ def test_layers_of_a_group_stand_together_under_its_name_in_the_answers_order():
     trace = figure.data[0]
     assert list(trace.y) == ["▾ <a>", "layer.0", "layer.2", "▾ <b>", "layer.1", "layer.3"]
     assert as_sent(figure)["data"][0]["z"] == [[None], [0.1], [0.3], [None], [0.2], [0.4]]
-    assert list(figure.layout.yaxis.ticktext) == [
-        "<b>&lt;a&gt;</b>",
-        "0",
-        "<b>▸ layer.2</b>",
-        "<b>&lt;b&gt;</b>",
-        "1",
-        "3",
-    ]
+    labels = ["<b>&lt;a&gt;</b>", "0", "<b>▸ layer.2</b>", "<b>&lt;b&gt;</b>", "1", "3"]
+    assert list(figure.layout.yaxis.ticktext) == labels
     [frame] = figure.layout.shapes
     assert (frame.y0, frame.y1) == (1.5, 2.5), "the frame is around the selected layer, wherever it stands now"
 
@@ -104,21 +109,16 @@ def test_a_layers_block_is_up_to_its_first_number():
 
 
 def test_groups_keep_their_names_where_layers_are_too_many_for_theirs():
-    answer = heatmap_answer([[0.9]] * 200)
-    figure = heatmap(answer, groups={name: f"block {place // 20}" for place, name in enumerate(answer.layers)})
-    shown = list(figure.layout.yaxis.ticktext)
+    groups = {f"layer.{place}": f"block {place // 20}" for place in range(200)}
+    shown = list(rows_of(200, groups=groups).layout.yaxis.ticktext)
     assert [text for text in shown if "block" in text] == [f"<b>block {place}</b>" for place in range(10)]
     assert len(shown) * 12 <= LARGEST_HEIGHT
 
 
 def test_labels_leave_out_what_all_layers_share():
     names = [f"model.layers.{place}.attention.{part}.weight" for place in (0, 1) for part in ("q", "k")]
-    assert list(short_layers(names).values()) == [
-        "0.attention.q",
-        "0.attention.k",
-        "1.attention.q",
-        "1.attention.k",
-    ]
+    short = ["0.attention.q", "0.attention.k", "1.attention.q", "1.attention.k"]
+    assert list(short_layers(names).values()) == short
     assert short_layers(["only.weight"]) == {"only.weight": "only.weight"}
     assert set(short_layers(["a", "a.b"]).values()) == {"a", "a.b"}
     assert short_layers(["a.b", "a.a.b"]) == {"a.b": "b", "a.a.b": "a.b"}
@@ -126,41 +126,25 @@ def test_labels_leave_out_what_all_layers_share():
 
 
 def test_a_norm_is_coloured_by_its_logarithm_and_says_so():
-    trace = heatmap(heatmap_answer([[0.01, 100.0]], "grad_norm")).data[0]
+    trace = cells_of([[0.01, 100.0]], "grad_norm")
     assert list(trace.z[0]) == [-2.0, 2.0]
     assert trace.colorbar.title.text.startswith("log₁₀")
     assert list(trace.customdata[0]) == [0.01, 100.0]
 
 
 def test_two_hundred_layers_fit_a_screen_with_labels_that_do_not_collide():
-    figure = heatmap(heatmap_answer([[0.9]] * 200))
+    figure = rows_of(200)
     assert figure.layout.height == LARGEST_HEIGHT
     assert len(figure.data[0].z) == 200
     assert len(figure.layout.yaxis.tickvals) * 12 <= LARGEST_HEIGHT
+    assert len(rows_of(60).layout.yaxis.tickvals) == 60, "each of sixty has its own"
+    assert rows_of(2).layout.yaxis.autorange == "reversed", "depth runs downwards"
 
 
-def test_sixty_rows_all_have_their_labels():
-    figure = heatmap(heatmap_answer([[0.9]] * 60))
-    assert len(figure.layout.yaxis.tickvals) == 60
-
-
-def test_the_selected_layer_keeps_its_label_whatever_is_thinned_out():
-    figure = heatmap(heatmap_answer([[0.9]] * 200), selected="layer.101")
-    assert "<b>▸ layer.101</b>" in figure.layout.yaxis.ticktext
-    assert "layer.101" in figure.layout.yaxis.tickvals
-
-
-def test_depth_runs_downwards():
-    assert heatmap(heatmap_answer([[0.9], [0.8]])).layout.yaxis.autorange == "reversed"
-
-
-def test_without_a_value_it_says_so():
+def test_without_a_value_it_says_so_and_non_finite_cells_are_counted():
     figure = heatmap(heatmap_answer([[None]]))
     assert not figure.data
     assert figure.layout.height == SMALLEST_HEIGHT
-
-
-def test_non_finite_cells_are_counted():
     assert heatmap(heatmap_answer([[0.5, "NaN"]])).layout.annotations[0].text == "1 cells are not finite"
 
 

@@ -1,9 +1,10 @@
-"""The histogram of updates against the grid: shares, the half gap, the edges."""
+"""The histogram of updates against the grid, and the five classes of elements, stacked: shares of all."""
 
-from collage_dashboard.figures import update_histogram
+from collage_dashboard.figures import class_shares, update_histogram
+from collage_dashboard.figures.histogram import CLASSES
 from collage_dashboard.figures.style import ACCENT, BELOW
 
-from tests.dashboard.figures.answers import histogram_answer
+from tests.dashboard.figures.answers import histogram_answer, series
 
 
 def bar(figure, octave):
@@ -14,9 +15,7 @@ def bar(figure, octave):
 
 def test_shares_stand_at_their_octaves_and_add_to_one():
     figure = update_histogram(histogram_answer({"-3": 30.0, "0": 60.0, "overflow": 10.0}))
-    assert bar(figure, -3)[0] == 30
-    assert bar(figure, 0)[0] == 60
-    assert bar(figure, 8)[0] == 10
+    assert [bar(figure, octave)[0] for octave in (-3, 0, 8)] == [30, 60, 10]
     assert abs(sum(figure.data[0].y) - 100) < 1e-9
 
 
@@ -42,3 +41,25 @@ def test_the_outline_of_an_earlier_time_has_its_own_shares():
     outline = update_histogram(now, before=before).data[1]
     assert outline.y[list(outline.x).index(-2.5)] == 25.0
     assert sum(outline.y) == 100.0
+
+
+COUNTS = {"faithful": 50.0, "distorted": 10.0, "lost": 20.0, "idle": 15.0, "nonfinite": 5.0}
+
+
+def test_shares_add_up_to_all():
+    figure = class_shares({name: series([value, 2 * value], name) for name, value in COUNTS.items()})
+    assert [trace.name for trace in figure.data] == list(CLASSES)
+    assert [trace.y[0] for trace in figure.data] == [50, 10, 20, 15, 5]
+    assert all(abs(sum(trace.y[point] for trace in figure.data) - 100) < 1e-9 for point in (0, 1))
+    assert {trace.stackgroup for trace in figure.data} == {"classes"}
+
+
+def test_a_point_with_an_unknown_class_is_left_out():
+    answers = {name: series([value, value], name) for name, value in COUNTS.items()}
+    answers["lost"] = series([20.0, None], "lost")
+    assert [len(trace.x) for trace in class_shares(answers).data] == [1] * 5
+
+
+def test_without_all_five_there_is_no_figure():
+    assert not class_shares({"lost": series([1.0], "lost")}).data
+    assert not class_shares({name: series([], name) for name in CLASSES}).data

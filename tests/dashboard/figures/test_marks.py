@@ -1,7 +1,6 @@
 """What stands in each curve of a run: the threshold of the alert about it, and since when it is different."""
 
 import re
-from dataclasses import dataclass
 
 import numpy as np
 import plotly.graph_objects as go
@@ -23,22 +22,20 @@ METRICS = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
 JUMPED_AT = 800
 
 
-def half_lost(totals):
-    """These totals where half of the faithful updates are lost."""
-    lost = np.floor(totals["faithful"] / 2)
-    return totals | {"lost": lost, "faithful": totals["faithful"] - lost}
+def half_lost(faithful):
+    """The totals where half of the faithful updates are lost."""
+    lost = np.floor(faithful / 2)
+    return {"lost": lost, "faithful": faithful - lost}
 
 
-@dataclass
-class Jumping(GeneratedRun):
+def jumping(run_id, **more):
     """From a step on half of the updates are lost; the loss and the rate know nothing of it."""
 
-    def totals(self, step):
-        totals = super().totals(step)
-        return half_lost(totals) if step >= JUMPED_AT else totals
+    def sums(totals, step):
+        return half_lost(totals["faithful"]) if step >= JUMPED_AT else {}
 
-    def scalars(self, step):
-        return super().scalars(step) | {"loss": float(2.5 + 0.03 * np.sin(step * 1.7))}
+    wave = {"logs": lambda step: {"loss": float(2.5 + 0.03 * np.sin(step * 1.7))}}
+    return GeneratedRun(run_id, "plus", run_id=run_id, sums=sums, **wave, **more)
 
 
 def drawn(reader, run_id, strategy, **view):
@@ -105,7 +102,7 @@ def test_a_band_stands_on_either_scale(reader, scale):
 
 def test_an_onset_is_marked_in_the_curve_that_has_it_and_found_while_the_run_lives(server, reader):
     """Only EDQ's were marked, and in all curves alike."""
-    run = Jumping("jumping", "plus", run_id="run-jumping", steps=JUMPED_AT - 10, state="running")
+    run = jumping("run-jumping", steps=JUMPED_AT - 10, state="running")
     server.runs[run.run_id] = run
     assert onsets(drawn(reader, run.run_id, "plus")["lost_update_ratio"]) == []
     run.steps = 2 * JUMPED_AT
@@ -150,7 +147,7 @@ def lost(run, first, last):
     return percent(total["lost"] / (total["elements"] - total["idle"]))
 
 
-CURED = Jumping("cured", "plus", steps=2000, run_id="cured")
+CURED = jumping("cured", steps=2000)
 
 
 @pytest.mark.parametrize("view", [{}, {"step": 800}])
@@ -215,19 +212,15 @@ EVERY, FALLS_AT = 40, 2960
 """It is the second measured step of a point of two, of a curve, and of four, of the table of layers."""
 
 
-@dataclass
-class Falling(GeneratedRun):
+def falling(totals, step):
     """From a step on half of the updates, and of the descent, are lost; none before."""
-
-    def totals(self, step):
-        totals = super().totals(step)
-        totals |= {"lost": 0.0 * totals["lost"], "faithful": totals["faithful"] + totals["lost"]}
-        if step >= FALLS_AT:
-            totals = half_lost(totals) | {"intended_effective_sum": totals["intended_effective_sum"] / 2}
-        return totals
+    faithful = totals["faithful"] + totals["lost"]
+    if step < FALLS_AT:
+        return {"lost": 0.0 * faithful, "faithful": faithful}
+    return half_lost(faithful) | {"intended_effective_sum": totals["intended_effective_sum"] / 2}
 
 
-FALLING = Falling("falling", "plus", run_id="run-falling", steps=16_000, every=EVERY, blocks=1)
+FALLING = GeneratedRun("falling", "plus", steps=16_000, every=EVERY, blocks=1, sums=falling)
 
 
 def mark_of(server, reader, axis, since):
@@ -268,13 +261,8 @@ def test_the_table_of_layers_has_since_when_each_loses_by_the_share_beside_it(se
     assert {FALLS_AT <= row["since"] <= FALLS_AT + 4 * EVERY for row in rows} == {True}
 
 
-class Always(GeneratedRun):
-    """It loses as much from the first step on."""
-
-    def totals(self, step):
-        return super().totals(self.steps)
-
-
 def test_a_layer_that_was_never_above_has_the_first_step(server, reader):
-    rows = layers_of(server, reader, Always("always", "plain", every=EVERY, blocks=1))
+    last = GeneratedRun("always", "plain", every=EVERY, blocks=1).totals(200)
+    always = GeneratedRun("always", "plain", every=EVERY, blocks=1, sums=lambda totals, step: last)
+    rows = layers_of(server, reader, always)
     assert {row["since"] for row in rows if row["edq_ratio"] < 0.9} == {EVERY}

@@ -27,12 +27,9 @@ def drawn(figure):
 
 def labels(parts, anchor):
     """Numbers of a scale, with where they stand."""
-    found = [
-        (text.text, float(text.get("x")), float(text.get("y")))
-        for text in parts["text"]
-        if text.get("text-anchor") == anchor
-    ]
-    return {told: (x, y) for told, x, y in found if told and re.fullmatch(r"[\d.,]+", told)}
+    found = [text for text in parts["text"] if text.get("text-anchor") == anchor]
+    numbers = [text for text in found if re.fullmatch(r"[\d.,]+", text.text or "")]
+    return {text.text: (float(text.get("x")), float(text.get("y"))) for text in numbers}
 
 
 def test_points_stand_where_the_scales_say_and_a_gap_divides_the_line():
@@ -57,8 +54,7 @@ def test_a_logarithmic_scale_has_powers_and_leaves_out_what_has_none():
 
 
 def test_names_are_text_and_marks_and_bounds_are_drawn():
-    answer = series([1.0, 0.5])
-    figure = curves("edq_ratio", [NamedCurve("<script>&", "#000000", answer, DASHES[1])])
+    figure = curves("edq_ratio", [NamedCurve("<script>&", "#000000", series([1.0, 0.5]), DASHES[1])])
     condition, *_ = ALERTS["CollageEdqLow"].drawn
     figure = mark_events(shade_beyond(figure, condition), [(20, "<b>resumed")])
     parts = drawn(figure)
@@ -87,6 +83,5 @@ def test_a_bar_reaches_from_nothing_to_its_share_and_says_it():
     heights = {rect.get("fill"): float(rect.get("height")) for rect in parts["rect"] if float(rect.get("height"))}
     below, above = heights.values()
     assert above == pytest.approx(2 * below, abs=0.2)
-    assert [rect[0].text for rect in parts["rect"] if "33.3" in rect[0].text] == [
-        "2^\u22123 to 2^\u22122 gaps, 33.3 % of the updates, 30 elements"
-    ]
+    told = [rect[0].text for rect in parts["rect"] if "33.3" in rect[0].text]
+    assert told == ["2^\u22123 to 2^\u22122 gaps, 33.3 % of the updates, 30 elements"]
