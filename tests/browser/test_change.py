@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from tests.browser.boxes import drag
-from tests.dashboard.generated import GeneratedRun
-from tests.dashboard.test_before_after import RAISED_AT, Raised
+from tests.dashboard.generated import RAISED_AT, GeneratedRun, raised_run
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -40,8 +39,7 @@ class Falling(GeneratedRun):
 
 @pytest.fixture(scope="module")
 def runs():
-    raised = Raised("raised", "plus", run_id="run-raised", steps=2 * RAISED_AT)
-    return [Falling("falling", "plus", run_id="run-falling", steps=600), raised]
+    return [Falling("falling", "plus", steps=600), raised_run()]
 
 
 def test_the_sentence_names_the_step_and_the_layers(goto):

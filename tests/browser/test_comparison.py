@@ -7,6 +7,7 @@ from threading import Thread
 import pytest
 
 from tests.browser.boxes import downloaded_picture, drag
+from tests.browser.conftest import wait_for_evaluation
 from tests.browser.questions import asks_for
 from tests.dashboard.generated import GeneratedRun
 
@@ -147,9 +148,10 @@ def test_a_live_curve_grows_without_a_reload_and_keeps_the_zoom(goto, growing):
 
 
 @pytest.mark.nightly
-def test_runs_that_differ_in_a_learning_rate_are_told_apart_until_a_reader_treats_them_as_one(goto, send):
+def test_runs_that_differ_in_a_learning_rate_are_told_apart_until_a_reader_treats_them_as_one(goto, send, client):
     for place, rate in enumerate((1e-3, 3e-4, 3e-4)):
         send(GeneratedRun(f"rate {place}", "plus", seed=place, config={"lr": rate, "seed": place}))
+    wait_for_evaluation(client)
     page = goto("/compare?run=run-rate-0&run=run-rate-1&run=run-rate-2", "#compare-chart-0 .scatterlayer .trace")
     said = page.locator("#compare-advice")
     assert "These runs differ in lr (0.001 and 0.0003)." in said.text_content()

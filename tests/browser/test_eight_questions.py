@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests.browser.conftest import wait_for_evaluation
-from tests.browser.test_incidents import Emptied
-from tests.dashboard.generated import FINAL, GeneratedRun
-from tests.dashboard.test_before_after import RAISED_AT, Raised
+from tests.browser.test_incidents import emptied
+from tests.dashboard.generated import GeneratedRun, raised_run
 from tests.reference.seeds import mean
 from tests.waiting import until
 
@@ -23,39 +22,27 @@ RATES = {"rate 3e-4": 3e-4, "rate 1e-3": 1e-3}
 OF_RATES = {"rate 3e-4": 2.75, "rate 1e-3": 2.5}
 OF_KAHAN = {1: (2.5, 2.4375), 2: (2.5625, 2.5078125), 3: (2.4375, 2.3671875)}
 """Validation losses by seed: plain's, and Kahan's."""
-RESUMED = Emptied("resumed", "plus", steps=290, state="running", run_id="run-resumed", group="night")
+RESUMED = GeneratedRun("resumed", "plus", steps=290, state="running", group="night", sums=emptied)
 
 
-@dataclass
-class Ending(GeneratedRun):
-    """Its validation loss is what `ends_at` says."""
-
-    ends_at: float = 2.5
-
-    @property
-    def final(self):
-        return FINAL["plain" if self.strategy == "plain" else "plus"]
-
-    def scalars(self, step):
-        found = super().scalars(step)
-        if "bytes_per_parameter" in found:
-            found["bytes_per_parameter"] = {"plain": 8.0, "kahan": 10.0, "plus": 12.0}[self.strategy]
-        return found | ({"validation_loss": self.ends_at} if "validation_loss" in found else {})
+def ending_at(loss, *given, **more):
+    """A run with this validation loss."""
+    return GeneratedRun(*given, logs=lambda step: {"validation_loss": loss}, **more)
 
 
 @pytest.fixture(scope="module")
 def runs():
     """Two learning rates, two strategies with three seeds each, and a run that was resumed in the night."""
     rates = [
-        Ending(name, "plus", run_id=f"run-{place}", group="rates", config={"lr": rate}, ends_at=OF_RATES[name])
+        ending_at(OF_RATES[name], name, "plus", run_id=f"run-{place}", group="rates", config={"lr": rate})
         for place, (name, rate) in enumerate(RATES.items())
     ]
     seeds = [
-        Ending(f"{strategy} {seed}", strategy, seed=seed, group="kahan", ends_at=losses[place])
+        ending_at(losses[place], f"{strategy} {seed}", strategy, seed=seed, group="kahan")
         for seed, losses in OF_KAHAN.items()
         for place, strategy in enumerate(("plain", "kahan"))
     ]
-    return [*rates, *seeds, RESUMED, Raised("raised", "plus", run_id="run-raised", steps=2 * RAISED_AT)]
+    return [*rates, *seeds, RESUMED, raised_run()]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -166,8 +153,7 @@ def test_what_changed_at_800(asker):
     card = asker.page.get_by_role("region", name="What changed at step 800")
     row = card.get_by_role("row", name="Learning rate")
     row.wait_for()
-    raised = Raised("raised", "plus", steps=2 * RAISED_AT)
-    before, after = (raised.scalars(step)["learning_rate"] for step in (790, 800))
+    before, after = (raised_run().scalars(step)["learning_rate"] for step in (790, 800))
     cells = row.get_by_role("cell").all_inner_texts()
     assert [float(cell.replace("\u2212", "-")) for cell in cells[1:3]] == pytest.approx([before, after], rel=1e-3)
     assert cells[3] == f"× {after / before:.2f}"

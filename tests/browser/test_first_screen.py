@@ -7,7 +7,7 @@ import pytest
 
 from collage_monitor.diagnosis import percent
 from tests.browser.boxes import boxes, downloaded_picture, drag
-from tests.browser.test_incidents import Overflowed
+from tests.browser.test_incidents import overflowed
 from tests.browser.test_layout import violations_now
 from tests.dashboard.generated import demo_runs
 from tests.waiting import until
@@ -25,7 +25,7 @@ def all_have(page, condition):
     page.wait_for_function(f"{DRAWN} && {PLOTS}.every(plot => {condition})")
 
 
-OVERFLOWED = Overflowed("overflowed", "plus", state="running", run_id="run-inf")
+OVERFLOWED = overflowed()
 
 
 @pytest.fixture(scope="module")

@@ -15,20 +15,17 @@ FILLING = 46
 """More runs than one question of the table reads."""
 
 
-class Seeded(GeneratedRun):
-    """Its loss is its strategy's and its seed's, the last digit of its name."""
-
-    def scalars(self, step):
-        return super().scalars(step) | {"loss": LOSSES[self.strategy] + 0.25 * int(self.name[-1])}
+def seeded(strategy, seed):
+    """Its loss is its strategy's and its seed's."""
+    loss, run_id = LOSSES[strategy] + 0.25 * seed, f"run-{strategy}-{seed}"
+    return GeneratedRun(
+        f"{strategy}-seed{seed}", strategy, run_id=run_id, steps=40, logs=lambda step: {"loss": loss}
+    )
 
 
 @pytest.fixture(scope="module")
 def runs():
-    return [
-        Seeded(f"{strategy}-seed{seed}", strategy, run_id=f"run-{strategy}-{seed}", steps=40)
-        for strategy in LOSSES
-        for seed in range(SEEDS)
-    ]
+    return [seeded(strategy, seed) for strategy in LOSSES for seed in range(SEEDS)]
 
 
 def names(page):

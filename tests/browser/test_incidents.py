@@ -1,7 +1,7 @@
 """The incident page: where an alert leads, what it says of before and after, its causes, and what one may write."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,67 +24,59 @@ DROP = 400
 
 
 def left_of(totals, share):
-    """The totals where only this share of the updates arrives."""
+    """Totals where only this share of the updates arrives."""
     sums = ("intended_effective_sum", "effective_squared_sum", "intended_visible_sum")
-    return totals | {key: totals[key] * share for key in sums}
-
-
-@dataclass
-class Dropping(GeneratedRun):
-    """Half of its layers lose half of their updates from DROP on, where the learning rate falls to a tenth."""
-
-    def totals(self, step):
-        left = np.where((np.arange(len(self.layers)) % 2) & (step > DROP), 0.5, 1.0)
-        return left_of(super().totals(step), left)
-
-    def scalars(self, step):
-        return super().scalars(step) | {"learning_rate": 2e-4 if step <= DROP else 2e-5}
-
-
-@dataclass
-class Declining(GeneratedRun):
-    """Never good, it loses more all the while, a little more at once from DROP on; its rate rises for 40 steps."""
-
-    def totals(self, step):
-        return left_of(super().totals(step), 0.7 - step / 1000 - (0.06 if step > DROP else 0.0))
-
-    def scalars(self, step):
-        return super().scalars(step) | {"learning_rate": 2e-4 * min(step / 40, 1.0)}
+    return {key: totals[key] * share for key in sums}
 
 
 RESUMED = 300
 
 
-@dataclass
-class Emptied(GeneratedRun):
+def emptied(totals, step):
     """Resumed without its residuals: at the first step 97.7 % of them are 0 again, and none a step later."""
-
-    def totals(self, step):
-        found = super().totals(step)
-        elements = found["elements"]
-        dropped = 0.977 * elements if step == RESUMED else np.zeros_like(elements)
-        return found | {"residual_elements": elements, "residual_dropped": dropped}
+    return {
+        "residual_elements": totals["elements"],
+        "residual_dropped": 0.977 * totals["elements"] * (step == RESUMED),
+    }
 
 
-@dataclass
-class Overflowed(GeneratedRun):
+def overflowed(name="overflowed"):
     """Its weights are infinite from half of the run on: this server's own evaluation finds that at once."""
 
-    def totals(self, step):
-        found = super().totals(step)
-        return found | {"nonfinite_parameters": np.full(len(self.layers), float(3 * (step > self.steps / 2)))}
+    def sums(totals, step):
+        return {"nonfinite_parameters": 0 * totals["elements"] + 3.0 * (step > 100)}
+
+    return GeneratedRun(name, "plus", state="running", run_id="run-inf", sums=sums)
 
 
-EMPTIED = Emptied("emptied", "plus", steps=RESUMED - 10, state="running", run_id="run-emptied")
+EMPTIED = GeneratedRun("emptied", "plus", steps=RESUMED - 10, state="running", sums=emptied)
 
 
 @pytest.fixture(scope="module")
 def runs():
+    """One drops: half of its layers lose half of their updates from a step on, where its rate falls to a tenth.
+
+    One declines: never good, it loses more all the while, a little more at once from that step on; its rate rises
+    for 40 steps. One is resumed without its residuals, and one overflows.
+    """
+
+    def dropping(totals, step):
+        odd = np.arange(len(totals["elements"])) % 2
+        return left_of(totals, np.where(odd & (step > DROP), 0.5, 1.0))
+
+    def declining(totals, step):
+        return left_of(totals, 0.7 - step / 1000 - 0.06 * (step > DROP))
+
+    rates = [
+        lambda step: {"learning_rate": 2e-4 if step <= DROP else 2e-5},
+        lambda step: {"learning_rate": 2e-4 * min(step / 40, 1.0)},
+    ]
+    live = {"steps": 600, "state": "running"}
     return [
-        Dropping(HOSTILE, "plus", steps=600, state="running", run_id="run-drop"),
-        Declining("declining", "plus", steps=600, state="running", run_id="run-decline"),
+        GeneratedRun(HOSTILE, "plus", **live, run_id="run-drop", sums=dropping, logs=rates[0]),
+        GeneratedRun("declining", "plus", **live, run_id="run-decline", sums=declining, logs=rates[1]),
         EMPTIED,
-        Overflowed("overflowed", "plus", state="running", run_id="run-inf"),
+        overflowed(),
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.browser.test_incidents import Overflowed
+from tests.browser.test_incidents import overflowed
 from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun
 from tests.waiting import until
@@ -19,7 +19,7 @@ MOST_ROWS = 30
 def runs():
     """Four to compare, and one that makes an alert fire."""
     names = ("plain", "light", "plus", "master-weights")
-    return [*(GeneratedRun(name, name) for name in names), Overflowed("overflowed", "plus", state="running")]
+    return [*(GeneratedRun(name, name) for name in names), overflowed()]
 
 
 @pytest.fixture(scope="module")

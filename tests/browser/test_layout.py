@@ -24,11 +24,9 @@ NOT_FINITE = "not finite"
 LONG = "gpt2-medium_collage-light_bs256_lr6e-4_cosine-decay_openwebtext_2026-11-03_seed2"
 
 
-class Diverged(GeneratedRun):
-    """Its loss is NaN from half of the run on."""
-
-    def scalars(self, step):
-        return super().scalars(step) | ({"loss": float("nan")} if step > self.steps / 2 else {})
+def diverged(step):
+    """The loss is NaN from half of the run on."""
+    return {"loss": float("nan")} if step > 100 else {}
 
 
 class Misnamed(GeneratedRun):
@@ -48,7 +46,7 @@ def runs():
     """The demo's, one with a long name, one whose loss is NaN, and two with hostile names."""
     hostile = [Misnamed(name, "plain", run_id=f"run-hostile-{place}") for place, name in enumerate(HOSTILE)]
     long = GeneratedRun(LONG, "plain", run_id="run-long")
-    return [*demo_runs(), long, Diverged(NOT_FINITE, "plus", run_id="run-nan"), *hostile]
+    return [*demo_runs(), long, GeneratedRun(NOT_FINITE, "plus", run_id="run-nan", logs=diverged), *hostile]
 
 
 BY_DAY = ("/", "/runs", LONG_NAMED, "run=run-plain", "never-existed")

@@ -2,7 +2,6 @@
 
 import csv
 import re
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -21,44 +20,32 @@ SHARES = {0.0: "0 %", 1e-5: "< 0.01 %", 0.0123: "1.2 %", 0.99998: "> 99.99 %", 1
 """Of updates lost, and how all pages tell them."""
 
 
-class Lossy(GeneratedRun):
-    """A run whose layers lose these shares of their updates."""
-
-    def totals(self, step):
-        found = super().totals(step)
-        elements = 1e6 * np.ones(len(self.layers))
-        lost = elements * np.array([*SHARES, *[0.0] * (len(elements) - len(SHARES))])
-        for key in ("idle", "distorted", "reversed"):
-            found[key] = np.zeros(len(elements))
-        return found | {"elements": elements, "lost": lost, "faithful": elements - lost, "unchanged": lost}
+def lossy(totals, step):
+    """The layers lose these shares of their updates."""
+    elements = np.full(len(totals["elements"]), 1e6)
+    lost = elements * np.array([*SHARES, *[0.0] * (len(elements) - len(SHARES))])
+    none = dict.fromkeys(("idle", "distorted", "reversed"), 0.0 * elements)
+    return none | {"elements": elements, "lost": lost, "faithful": elements - lost, "unchanged": lost}
 
 
-@dataclass
-class Thorough(GeneratedRun):
-    """It measures windows of 64 steps, the residuals of its weights, and their copies in bfloat16."""
-
-    def totals(self, step):
-        found = super().totals(step)
-        elements, intended = found["elements"], found["intended_squared_sum"]
-        return found | {
-            "window_intended_squared_sum/64": 64 * intended,
-            "window_intended_effective_sum/64": 48 * intended,
-            "window_effective_squared_sum/64": 48 * intended,
-            "window_active/64": elements,
-            "window_lost/64": 0.25 * elements,
-            "residual_elements": elements,
-            "residual_zero": 0.125 * elements,
-            "residual_dropped": 0 * elements,
-            "residual_fill_sum": 0.375 * elements,
-            "cast_elements/bf16": elements,
-            "cast_changed/bf16": 0.0625 * elements,
-        }
+def thorough(totals, step):
+    """Windows of 64 steps are measured, the residuals of the weights, and their copies in bfloat16."""
+    sums = {"intended_squared": 64, "intended_effective": 48, "effective_squared": 48}
+    shares = {"window_active/64": 1, "window_lost/64": 0.25, "residual_elements": 1, "residual_zero": 0.125}
+    shares |= {
+        "residual_dropped": 0,
+        "residual_fill_sum": 0.375,
+        "cast_elements/bf16": 1,
+        "cast_changed/bf16": 0.0625,
+    }
+    found = {f"window_{name}_sum/64": factor * totals["intended_squared_sum"] for name, factor in sums.items()}
+    return found | {name: share * totals["elements"] for name, share in shares.items()}
 
 
 @pytest.fixture(scope="module")
 def runs():
-    lossy = Lossy("lossy", "plain", steps=60, run_id="run-lossy")
-    return [*demo_runs(), lossy, Thorough("thorough", "plus", run_id="run-thorough")]
+    own = [GeneratedRun("lossy", "plain", steps=60, sums=lossy), GeneratedRun("thorough", "plus", sums=thorough)]
+    return [*demo_runs(), *own]
 
 
 def plot(kind, metric):

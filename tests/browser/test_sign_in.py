@@ -15,9 +15,9 @@ import pytest
 from collage_monitor import wire
 from tests import provider as providers
 from tests.browser.test_layout import LOOKS, serious_violations
+from tests.dashboard.asking import routing
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.posting import post_run
-from tests.dashboard.asking import routing
 from tests.ports import command, free_port, running
 from tests.system import chromium
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser.test_comparison import tick
-from tests.browser.test_incidents import Overflowed
+from tests.browser.test_incidents import overflowed
 from tests.dashboard.generated import demo_runs
 from tests.waiting import until
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.browser
 @pytest.fixture(scope="module")
 def runs():
     """The demo's, and one that makes an alert fire."""
-    return [*demo_runs(), Overflowed("resumed", "plus", state="running", run_id="run-inf")]
+    return [*demo_runs(), overflowed("resumed")]
 
 
 def losing(page, url):
@@ -52,6 +52,7 @@ def recommended(page, url):
 def changed(page, url):
     """The third: from the header to the incident, what changed, and the first cause weighed."""
     page.goto(f"{url}/runs")
+    page.locator("#opening").wait_for(state="detached")
     page.locator(".bar").get_by_role("link", name="Incidents").click()
     page.locator(".incident-table a").first.click()
     page.get_by_role("region", name="Before and after").wait_for()

@@ -7,7 +7,7 @@ import pytest
 from playwright.sync_api import TimeoutError
 
 from collage_monitor.strategies import STRATEGIES, strategy_title
-from tests.dashboard.generated import FINAL, GeneratedRun, demo_runs
+from tests.dashboard.generated import GeneratedRun, demo_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.browser]
 
@@ -21,10 +21,6 @@ class Stored(GeneratedRun):
         super().__post_init__()
         kind = "ColumnParallelLinearWithGather"
         self.layers[1] = msgspec.structs.replace(self.layers[1], name=LAYER, module_type=kind)
-
-    @property
-    def final(self):
-        return FINAL["stochastic"]
 
 
 @pytest.fixture(scope="module")
