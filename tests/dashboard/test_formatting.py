@@ -74,12 +74,9 @@ def test_a_metric_has_one_form_on_every_page(key, value, text):
 
 
 FOR_MACHINES = {"view.py": {".15g", "g"}, "figures/heatmap.py": {".6g"}, "figures/style.py": {"g"}}
-FOR_MACHINES["figures/picture.py"] = {",.6g", ".1f", "g"}
+FOR_MACHINES |= {"figures/picture.py": {",.6g", ".1f", "g"}}
 """An address, what a figure is rounded to, a colour's opacity, and where the parts of a picture stand."""
-WITHOUT_A_METRIC = {
-    "pages/run_layers.py": {"g"},
-    "pages/incident_content.py": {".3g", ".0f"},
-}
+WITHOUT_A_METRIC = {"pages/run_layers.py": {"g"}, "pages/incident_content.py": {".3g", ".0f"}}
 """Thresholds as they were set, and durations."""
 
 
@@ -107,10 +104,13 @@ def test_an_axis_says_its_unit_once():
     assert [describe(key).tick_suffix for key in keys] == ["", "", "", " %"]
 
 
-def test_counts_are_whole_and_grouped():
-    assert count(1234567.0) == "1,234,567"
-    assert count(None) == "–"
-    assert count("NaN") == "NaN"
+def test_counts_are_grouped_intervals_have_both_ends_and_times_are_in_utc():
+    assert [count(value) for value in (1234567.0, None, "NaN")] == ["1,234,567", "–", "NaN"]
+    assert interval("edq_ratio", 0.8, 0.9) == "0.800 … 0.900"
+    assert interval("lost_update_ratio", 0.0, 0.9) == "0 % … 90.0 %"
+    assert interval("edq_ratio", None, 0.9) == ""
+    assert [when(value) for value in (0.0, None)] == ["1970-01-01 00:00 UTC", "–"]
+    assert [finite(value) for value in (None, "NaN", "Infinity", 0.5)] == [None, None, None, 0.5]
 
 
 def test_memory_has_a_binary_unit(server):
@@ -119,36 +119,12 @@ def test_memory_has_a_binary_unit(server):
     assert ("memory_bytes", "1,536 MiB at step 7") in facts_of(run)
 
 
-def test_an_interval_needs_both_ends():
-    assert interval("edq_ratio", 0.8, 0.9) == "0.800 … 0.900"
-    assert interval("lost_update_ratio", 0.0, 0.9) == "0 % … 90.0 %"
-    assert interval("edq_ratio", None, 0.9) == ""
+TAGS = [["a", "lr 0.1, warm"], ['5" disk', '"', 'x, "y"'], ["<img src=x onerror=alert(1)>"], ["a\nb", "c"], []]
 
 
-def test_only_finite_values_are_drawn():
-    assert [finite(value) for value in (None, "NaN", "Infinity", 0.5)] == [None, None, None, 0.5]
-
-
-def test_a_time_is_in_utc():
-    assert when(0.0) == "1970-01-01 00:00 UTC"
-    assert when(None) == "–"
-
-
-@pytest.mark.parametrize(
-    "tags",
-    [
-        ["a", "lr 0.1, warm"],
-        ['5" disk', '"', 'x, "y"'],
-        ["<img src=x onerror=alert(1)>"],
-        ["a\nb", "c"],
-        [],
-    ],
-)
-def test_tags_written_as_text_are_read_as_the_same_tags(tags):
+@pytest.mark.parametrize("tags", TAGS)
+def test_tags_written_as_text_are_read_as_the_same_tags_and_without_commas_written_as_they_are(tags):
     assert tags_of(text_of_tags(tags)) == tags
-
-
-def test_tags_without_commas_are_written_as_they_are():
     assert text_of_tags(["a b", "<c>"]) == "a b, <c>"
     assert tags_of("a,, b , a") == ["a", "b"]
 
@@ -158,10 +134,8 @@ def test_a_logged_name_that_begins_as_a_metric_does_is_a_scalar():
     assert not describe("state_decrement_ratio/exp_avg_sq").scalar
     assert not describe("grad_norm").scalar
     groups: Any = metric_choices({"edq_ratio", "grad_norm/encoder"}, {"grad_norm/encoder"})
-    assert [[item["value"] for item in group["items"]] for group in groups] == [
-        ["edq_ratio"],
-        ["grad_norm/encoder"],
-    ]
+    values = [[item["value"] for item in group["items"]] for group in groups]
+    assert values == [["edq_ratio"], ["grad_norm/encoder"]]
 
 
 def test_a_run_that_was_not_evaluated_says_so_and_others_are_told_by_their_overview():

@@ -40,8 +40,9 @@ class Page(HTMLParser):
 
 
 @pytest.mark.slow
-def test_a_runs_report_has_its_verdict_numbers_charts_layers_and_facts(server, reader):
-    page = Page(report(reader, ["run-plain"]))
+def test_a_runs_report_has_verdict_numbers_charts_layers_and_facts_and_loads_nothing(server, reader):
+    html = report(reader, ["run-plain"])
+    page = Page(html)
     overview = server.client().overview("run-plain")
     assert overview.headline in page.words
     assert overview.text in page.words
@@ -50,21 +51,6 @@ def test_a_runs_report_has_its_verdict_numbers_charts_layers_and_facts(server, r
     assert headings <= set(page.headings)
     for words in ("0.913", "config: learning_rate", "invisible here"):
         assert words in page.words
-
-
-@pytest.mark.slow
-def test_the_report_of_several_compares_strategies(reader):
-    page = Page(report(reader, DEMO))
-    assert page.headings[:3] == ["Strategies", "Strategies", "Loss against bytes per parameter"]
-    for words in ("Use Collage plus · bfloat16", "master-weights", "fp32 reference", "exp_avg_sq is stuck"):
-        assert words in page.words
-    assert page.words.count("Tokens/s") == 2
-
-
-@pytest.mark.slow
-def test_nothing_is_loaded_from_elsewhere_and_the_browser_is_told_so(reader):
-    html = report(reader, ["run-plain"])
-    page = Page(html)
     assert len(html) < 100_000, "it was 4.9 MB, all of it plotly.js"
     assert "script" not in {tag for tag, _ in page.tags}
     links = [attrs["href"] for _, attrs in page.tags if "href" in attrs]
@@ -74,6 +60,15 @@ def test_nothing_is_loaded_from_elsewhere_and_the_browser_is_told_so(reader):
     [policy] = [attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv")]
     assert policy.startswith("default-src 'none';")
     assert "http" not in policy
+
+
+@pytest.mark.slow
+def test_the_report_of_several_compares_strategies(reader):
+    page = Page(report(reader, DEMO))
+    assert page.headings[:3] == ["Strategies", "Strategies", "Loss against bytes per parameter"]
+    for words in ("Use Collage plus · bfloat16", "master-weights", "fp32 reference", "exp_avg_sq is stuck"):
+        assert words in page.words
+    assert page.words.count("Tokens/s") == 2
 
 
 @pytest.mark.slow

@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 identifiers = st.text("abcXYZ019_.:- /%&?", min_size=1, max_size=12)
+names = identifiers.map(lambda name: name.replace("/", "")).filter(lambda name: name not in {"", ".", ".."})
 ends = st.integers(0, 10**12) | st.integers(0, 10**9).map(lambda thousandths: thousandths / 1000)
 zooms = st.tuples(ends, ends).filter(lambda pair: pair[0] < pair[1])
+panels = st.sampled_from(["loss", "state_decrement_ratio/exp_avg", "my own & loss"])
 pages = st.one_of(
     st.builds(
         View,
@@ -38,21 +40,16 @@ pages = st.one_of(
     st.builds(
         View,
         page=st.just("run"),
-        runs=identifiers.map(lambda name: (name.replace("/", ""),)).filter(
-            lambda runs: runs[0] not in {"", ".", ".."}
-        ),
+        runs=names.map(lambda name: (name,)),
         layer=st.none() | st.sampled_from(["blocks.0.weight", "a=b&c"]),
         step=st.none() | st.integers(0, 10**12),
         axis=st.sampled_from(["step", "tokens", "time"]),
         scale=st.sampled_from(["linear", "log"]),
         zoom=st.none() | zooms,
-        at=st.none()
-        | st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)).map(lambda pair: tuple(sorted(pair))),
+        at=st.none() | st.tuples(*[st.integers(0, 10**6)] * 2).map(lambda pair: tuple(sorted(pair))),
         schedule=st.sampled_from(["", "cosine:3e-4:100:10000"]),
         query=st.text(max_size=8),
-        panels=st.lists(
-            st.sampled_from(["loss", "state_decrement_ratio/exp_avg", "my own & loss"]), unique=True
-        ).map(tuple),
+        panels=st.lists(panels, unique=True).map(tuple),
         order=st.sampled_from(["depth", "worst"]),
         rows=st.sampled_from(["all", "block", "type"]),
         tab=st.sampled_from(["layers", "curves", "norms", "states", "classes", "oracle", "about"]),
@@ -66,10 +63,14 @@ def test_a_view_comes_back_from_its_address(view):
     assert read_address(*write_address(view)) == view
 
 
-def test_a_default_view_has_a_bare_address():
-    assert write_address(View()) == ("/runs", "")
-    assert write_address(View(page="first")) == ("/", "")
-    assert write_address(View(page="run", runs=("r1",))) == ("/run/r1", "")
+def test_a_default_view_has_a_bare_address_and_what_cannot_be_read_keeps_its_default():
+    views = (View(), View(page="first"), View(page="run", runs=("r1",)))
+    assert [write_address(view) for view in views] == [("/runs", ""), ("/", ""), ("/run/r1", "")]
+    assert read_address("/run/r1", "?axis=moon&step=-3&smoothing=nan&order=&tab=zebra&what=ever") == views[2]
+    assert read_address("/compare", "?smoothing=7").smoothing == 0.99
+    assert read_address(None, None) == views[1]
+    assert read_address("/", "?project=a") == read_address("/runs", "?project=a"), "an old address of the table"
+    assert read_address("/nowhere/at/all", "").page == "missing"
 
 
 def test_the_order_of_the_runs_is_kept_and_doubles_go():
@@ -84,15 +85,6 @@ def test_an_address_with_too_many_runs_counts_what_it_leaves_out_and_hands_the_c
     view = read_address("/compare", search)
     assert (len(view.runs), view.left_out) == (MAXIMUM_RUNS, 5)
     assert read_address(*write_address(view)) == view
-
-
-def test_what_cannot_be_read_keeps_its_default():
-    view = read_address("/run/r1", "?axis=moon&step=-3&smoothing=nan&order=&tab=zebra&what=ever")
-    assert view == View(page="run", runs=("r1",))
-    assert read_address("/compare", "?smoothing=7").smoothing == 0.99
-    assert read_address(None, None) == View(page="first")
-    assert read_address("/", "?project=a") == read_address("/runs", "?project=a"), "an old address of the table"
-    assert read_address("/nowhere/at/all", "").page == "missing"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The model: causal and of the stated size; products of its 16-bit weights on a CPU are those of fp32, rounded once."""
+"""The model: causal and of the stated size; its 16-bit products on a CPU are computed in fp32, and rounded once."""
 
 import copy
 import math
