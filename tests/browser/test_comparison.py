@@ -8,7 +8,6 @@ import pytest
 
 from tests.browser.boxes import downloaded_picture, drag
 from tests.browser.conftest import wait_for_evaluation
-from tests.browser.questions import asks_for
 from tests.dashboard.generated import GeneratedRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -102,18 +101,6 @@ def test_another_metric_and_other_strategies_stand_in_the_address_and_come_back_
     page.wait_for_function("document.querySelector('#compare-chart-0 .xtitle')?.textContent === 'step'")
     page.go_back()
     page.wait_for_function("document.querySelector('#compare-chart-0 .xtitle')?.textContent === 'tokens'")
-
-
-@pytest.mark.nightly
-def test_a_tab_of_a_live_run_draws_its_figures_and_keeps_them(goto):
-    page = goto("/run/run-live")
-    page.get_by_role("tab", name="Oracle").click()
-    drawn = "document.querySelectorAll('#run-panel .js-plotly-plot:has(.scatterlayer .trace)').length"
-    page.wait_for_function(f"{drawn} === 4")
-    for _ in range(2):
-        with page.expect_response(asks_for("run-revision.data")):
-            pass
-    assert page.evaluate(drawn) == 4
 
 
 def test_a_live_curve_grows_without_a_reload_and_keeps_the_zoom(goto, growing):

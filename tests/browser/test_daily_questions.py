@@ -1,28 +1,26 @@
-"""Eight questions that people ask daily: each is answered within three clicks from the table of runs."""
+"""What people ask daily is answered within three clicks from the table of runs.
+
+What changed at a step is asked in `test_change.py`, what happened in the night in `test_incidents.py`.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.browser.conftest import wait_for_evaluation
-from tests.browser.test_incidents import emptied
-from tests.dashboard.generated import GeneratedRun, raised_run
+from tests.dashboard.generated import GeneratedRun
 from tests.reference.seeds import mean
-from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser]
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.usefixtures("evaluated")]
 
 MOST_CLICKS = 3
 RATES = {"rate 3e-4": 3e-4, "rate 1e-3": 1e-3}
 OF_RATES = {"rate 3e-4": 2.75, "rate 1e-3": 2.5}
 OF_KAHAN = {1: (2.5, 2.4375), 2: (2.5625, 2.5078125), 3: (2.4375, 2.3671875)}
 """Validation losses by seed: plain's, and Kahan's."""
-RESUMED = GeneratedRun("resumed", "plus", steps=290, state="running", group="night", sums=emptied)
 
 
 def ending_at(loss, *given, **more):
@@ -32,7 +30,7 @@ def ending_at(loss, *given, **more):
 
 @pytest.fixture(scope="module")
 def runs():
-    """Two learning rates, two strategies with three seeds each, and a run that was resumed in the night."""
+    """Two learning rates, and two strategies with three seeds each."""
     rates = [
         ending_at(OF_RATES[name], name, "plus", run_id=f"run-{place}", group="rates", config={"lr": rate})
         for place, (name, rate) in enumerate(RATES.items())
@@ -42,15 +40,7 @@ def runs():
         for seed, losses in OF_KAHAN.items()
         for place, strategy in enumerate(("plain", "kahan"))
     ]
-    return [*rates, *seeds, RESUMED, raised_run()]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def the_night(client, send):
-    """All runs are evaluated, and what happened in the night has fired."""
-    send(replace(RESUMED, steps=300), first=300)
-    until(lambda: client.incidents(alert="CollageResidualsOff").events, "the server's evaluation of the resume")
-    wait_for_evaluation(client)
+    return [*rates, *seeds]
 
 
 class Asker:
@@ -140,32 +130,6 @@ def test_is_kahan_worth_its_two_bytes_and_does_it_hold_over_seeds(asker):
         value, off = re.findall(r"[\d.]+", cell.inner_text())
         assert float(value) == pytest.approx(middle, abs=6e-3)
         assert float(off) == pytest.approx(spread, abs=6e-3)
-
-
-@pytest.mark.nightly
-def test_what_changed_at_800(asker):
-    asker.click(asker.page.get_by_role("link", name="raised", exact=True))
-    field = asker.page.get_by_label("What changed at this step, or in this range of steps")
-    asker.click(asker.page.get_by_text("Axes", exact=True))
-    field.focus()
-    asker.page.keyboard.type("800")
-    asker.page.keyboard.press("Enter")
-    card = asker.page.get_by_role("region", name="What changed at step 800")
-    row = card.get_by_role("row", name="Learning rate")
-    row.wait_for()
-    before, after = (raised_run().scalars(step)["learning_rate"] for step in (790, 800))
-    cells = row.get_by_role("cell").all_inner_texts()
-    assert [float(cell.replace("\u2212", "-")) for cell in cells[1:3]] == pytest.approx([before, after], rel=1e-3)
-    assert cells[3] == f"× {after / before:.2f}"
-
-
-@pytest.mark.nightly
-def test_what_happened_in_the_night(asker):
-    asker.click(asker.page.locator(".bar").get_by_role("link", name="Incidents"))
-    said = asker.answer(".headline", r"(\d+) incidents? open\. (\d+) fired in the last 12 hours")
-    assert int(said[1]) >= 1
-    asker.click(asker.page.get_by_role("link", name="CollageResidualsOff").first)
-    asker.answer(".answer", r"At the resume at step 300, 97\.7 % of the residuals were dropped\.")
 
 
 @pytest.mark.nightly

@@ -238,6 +238,7 @@ def test_a_tick_that_finds_nothing_new_carries_next_to_nothing(goto, send, path)
         if found.value.status == 204:
             sizes.append(spent["requestBodySize"] + spent["responseBodySize"])
     assert max(sizes) <= 2000
+    assert page.locator(there).count() > 0, "what is drawn stays"
     changed = []
     page.on("requestfinished", lambda request: changed.append(request.sizes()["responseBodySize"]))
     newest = replace(run, steps=200 * (2 + [*LIVE_PAGES].index(path)))

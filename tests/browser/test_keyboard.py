@@ -32,7 +32,6 @@ class Keyboard:
 
     def __init__(self, page):
         self.page = page
-        self.type = page.keyboard.type
 
     def press(self, *keys):
         for key in keys:
@@ -57,6 +56,12 @@ class Keyboard:
             self.press(key)
         here = self.page.evaluate("document.activeElement.outerHTML.slice(0, 200)")
         raise AssertionError(f"Tab never comes to {selector} {text!r}; it stands on {here}")
+
+    def write(self, selector, text, *keys, key="Tab"):
+        """Reach a field, type into it, and press these keys."""
+        self.reach(selector, key=key)
+        self.page.keyboard.type(text)
+        self.press(*keys)
 
     def into_rows(self, grid):
         """From above a table into the cells of its first row."""
@@ -99,8 +104,7 @@ def test_runs_are_ticked_compared_and_a_line_is_hidden(keyboard):
     keyboard.reach("#compare-legend .line", "plain").press("Enter")
     page.locator("#compare-legend .line[aria-pressed=false]", has_text="plain").wait_for()
     keyboard.reach("input[aria-label='Metric']").press("Control+A")
-    keyboard.type("Weight norm")
-    keyboard.press("ArrowDown", "Enter")
+    keyboard.write("input[aria-label='Metric']", "Weight norm", "ArrowDown", "Enter")
     search_has(page, "metric=param_norm")
     keyboard.reach("input[aria-label='Strategy B']", key="Shift+Tab").press("ArrowDown")
     page.get_by_role("option", name="Collage plus").wait_for()
@@ -159,7 +163,7 @@ def test_a_cell_of_the_heatmap_and_a_layer_of_the_table_are_chosen(goto):
     page.locator(".layers-grid .ag-header-cell[col-id=lost_update_ratio][aria-sort=ascending]").wait_for()
     keyboard.reach(".layers-grid .ag-header-cell", "Layer", key="Shift+Tab").press("ArrowDown", "Enter")
     assert keyboard.on(".layers-grid .ag-floating-filter input")
-    keyboard.type("mlp.up")
+    page.keyboard.type("mlp.up")
     until(lambda: rows.count() == 2, "the layers that match")
 
 
@@ -168,16 +172,12 @@ def test_incidents_are_filtered_opened_and_acknowledged(keyboard, client):
     page = keyboard.page
     keyboard.reach("a.nav", "Incidents").press("Enter")
     page.locator(".incident-table a").first.wait_for()
-    keyboard.reach("#incidents-by-alert")
-    keyboard.type("CollageNotFinite")
-    keyboard.press("ArrowDown", "Enter")
+    keyboard.write("#incidents-by-alert", "CollageNotFinite", "ArrowDown", "Enter")
     search_has(page, "alert=CollageNotFinite")
     page.get_by_role("button", name="Acknowledge it").wait_for()
     keyboard.reach(".incident-table a", "CollageNotFinite").press("Enter")
     page.get_by_role("region", name="Before and after").wait_for()
-    keyboard.reach("input[aria-label^='Note for']")
-    keyboard.type("seen")
-    keyboard.press("Enter")
+    keyboard.write("input[aria-label^='Note for']", "seen", "Enter")
     page.get_by_role("region", name="Timeline").get_by_text("server-token: seen").wait_for()
     page.go_back()
     page.get_by_role("button", name="Acknowledge it").wait_for()
@@ -196,17 +196,12 @@ def rows_are(page, *names):
 def test_the_table_is_searched_filtered_and_sorted(keyboard):
     page = keyboard.page
     keyboard.reach(".show-filters input").press("Space")
-    keyboard.reach("#runs-strategy")
-    keyboard.type("light")
-    keyboard.press("ArrowDown", "Enter")
+    keyboard.write("#runs-strategy", "light", "ArrowDown", "Enter")
     rows_are(page, "light")
     keyboard.reach("#runs-strategy", key="Shift+Tab").press("Control+A", "Delete", "Tab")
-    keyboard.reach("input[aria-label^='Conditions on']")
-    keyboard.type("edq < 0.9")
-    keyboard.press("Enter")
+    keyboard.write("input[aria-label^='Conditions on']", "edq < 0.9", "Enter")
     search_has(page, "where=edq")
-    keyboard.reach("#runs-query", key="Shift+Tab")
-    keyboard.type("overflowed")
+    keyboard.write("#runs-query", "overflowed", key="Shift+Tab")
     page.get_by_text("No run matches these filters.").wait_for()
     keyboard.reach("button", "Clear filters").press("Enter")
     rows_are(page, "plain", "light", "plus", "master-weights", "overflowed")
@@ -220,8 +215,7 @@ def test_a_view_is_saved_for_all_who_see_the_project_opened_and_deleted(goto, cl
     rows_are(page, "plus", "overflowed")
     keyboard.reach("summary", "Views").press("Enter")
     page.get_by_text("No view is saved yet").wait_for()
-    keyboard.reach("#runs-view-name")
-    keyboard.type("plus alone")
+    keyboard.write("#runs-view-name", "plus alone")
     keyboard.reach("button", "Save this view").press("Enter")
     page.get_by_role("link", name="plus alone").wait_for()
     [view] = client.views("demo")

@@ -109,24 +109,20 @@ def test_a_zoom_counts_while_charts_tell_their_size(goto):
 
 
 @pytest.mark.nightly
-def test_a_search_shows_curves_while_it_is_typed_and_stands_in_the_address(goto):
-    page = goto("/run/run-plain?tab=curves")
-    page.locator("#run-panel .chart-card").nth(6).wait_for()
-    page.locator("#run-query").fill("tokens per")
-    page.wait_for_function("document.querySelectorAll('#run-panel .chart-card').length === 1")
-    assert page.evaluate("new URLSearchParams(location.search).get('q')") == "tokens per"
-    assert page.locator("#run-query").evaluate("(field) => document.activeElement === field")
-    page.wait_for_function("document.querySelector('#run-panel .js-plotly-plot')?.data?.length")
-    page.get_by_role("tab", name="Overview").click()
-    page.locator("#run-query").wait_for(state="hidden")
-
-
-@pytest.mark.nightly
-def test_charts_of_the_readers_own_stand_in_their_order_and_in_the_address(goto):
+def test_curves_are_searched_while_one_types_and_ones_own_stand_in_their_order_in_the_address(goto):
+    cards = "document.querySelectorAll('#run-panel .chart-card')"
     plots = "[...document.querySelectorAll('#run-panel .chart-card .js-plotly-plot')]"
     titles = f"{plots}.map((plot) => plot.closest('.chart-card').innerText)"
     page = goto("/run/run-plain?tab=curves")
-    page.locator("#run-panel .chart-card").nth(6).wait_for()
+    page.wait_for_function(f"{cards}.length === 7")
+    query = page.locator("#run-query")
+    query.fill("tokens per")
+    page.wait_for_function(f"{cards}.length === 1")
+    assert page.evaluate("new URLSearchParams(location.search).get('q')") == "tokens per"
+    assert query.evaluate("(field) => document.activeElement === field")
+    page.wait_for_function("document.querySelector('#run-panel .js-plotly-plot')?.data?.length")
+    query.fill("")
+    page.wait_for_function(f"{cards}.length === 7")
     field = page.get_by_role("textbox", name="Charts of your own, in order")
     for key in ("param_norm", "edq_ratio"):
         field.fill(f"({key})")
@@ -134,7 +130,7 @@ def test_charts_of_the_readers_own_stand_in_their_order_and_in_the_address(goto)
     field.press("Escape")
     page.get_by_role("option").first.wait_for(state="hidden")
     page.wait_for_function("location.search.endsWith('&panel=param_norm&panel=edq_ratio')")
-    page.wait_for_function("document.querySelectorAll('#run-panel .chart-card').length === 2")
+    page.wait_for_function(f"{cards}.length === 2")
     assert serious_violations(page, 1440) == []
     page.reload()
     page.wait_for_function(f"{titles}.length === 2")
@@ -142,7 +138,8 @@ def test_charts_of_the_readers_own_stand_in_their_order_and_in_the_address(goto)
     assert "Weight norm" in first
     assert "EDQ" in second
     page.get_by_role("tab", name="Overview").click()
-    field.wait_for(state="hidden")
+    for own in (field, query):
+        own.wait_for(state="hidden")
 
 
 @pytest.mark.nightly
@@ -159,10 +156,7 @@ def test_back_undoes_a_zoom_that_was_not_answered_yet(goto, axis):
         return "run-answer" in asked and "from=20&to=60" not in asked
 
     def hold_the_zoom(route):
-        if asks_for_the_zoom(route.request):
-            held.append(route)
-        else:
-            route.continue_()
+        held.append(route) if asks_for_the_zoom(route.request) else route.continue_()
 
     # It stays to the end: a request that is sent while a route is taken away may get no answer at all.
     page.route(re.compile("_dash-update-component"), hold_the_zoom)
@@ -224,14 +218,6 @@ def test_a_heatmaps_colour_means_the_same_in_runs_of_different_ranges_and_it_run
         page.wait_for_function(f"{drawn}.querySelector('.xtitle').textContent.includes('{title}')")
 
 
-def seen(page, place):
-    """Wait until the place is on the screen."""
-    within = "box => box && box.top >= 0 && box.top < innerHeight - 80"
-    page.wait_for_function(
-        f"place => ({within})(document.querySelector(place)?.getBoundingClientRect())", arg=place
-    )
-
-
 def test_a_layer_is_chosen_by_a_click_in_the_heatmap_or_by_name_and_its_row_is_framed(goto):
     page = goto("/run/run-plain?metric=edq_ratio", "#run-panel .hm image")
     area = page.locator("#run-panel .nsewdrag").first
@@ -240,7 +226,8 @@ def test_a_layer_is_chosen_by_a_click_in_the_heatmap_or_by_name_and_its_row_is_f
     page.wait_for_function("location.search.includes('layer=head.weight')")
     page.wait_for_function("document.querySelector('#run-layer').value === 'head.weight'")
     page.wait_for_function("document.querySelector('#run-panel').textContent.includes('▸ head.weight')")
-    seen(page, "#run-layer-card .layer-facts")
+    box_of = "document.querySelector('#run-layer-card .layer-facts')?.getBoundingClientRect()"
+    page.wait_for_function(f"(box => box && box.top >= 0 && box.top < innerHeight - 80)({box_of})")
     assert "at step 200" in page.locator("#run-layer-card .layer-facts").inner_text()
     value = page.locator('#run-layer-card [data-metric="edq_ratio"] .value').inner_text()
     last = page.evaluate(f"{plot('heatmap', 'edq_ratio')}.data[0].z.at(-1).at(-1)")
