@@ -40,40 +40,26 @@ class FakeServer:
             raise httpx.ConnectError("connection refused", request=request)
         if self.refuse_with:
             return _error(*self.refuse_with)
-        parts = request.url.path.removeprefix("/api/v1/").split("/")
+        route, *of = request.url.path.removeprefix("/api/v1/").split("/")
         query = request.url.params
-        if parts == ["run-table"]:
+        if route == "compare":
+            return self._compare(query)
+        if route == "run-table":
             return _json(self._table(query))
-        if parts == ["run-filters"]:
+        if route == "run-filters":
             others: dict = {name: {} for name in ("strategy", "group", "tag", "health")}
             return _json(wire.RunFilters(project={"demo": len(self.runs)}, **others))
-        if parts == ["events"]:
-            return _json(wire.IncidentPage(events=[]))
-        if parts == ["compare"]:
-            return self._compare(query)
-        run = self.runs.get(parts[1])
-        if run is None:
-            return _error(404, "run_not_found")
-        return self._run_route(run, parts[2] if len(parts) > 2 else "", query)
-
-    def _run_route(self, run, route, query):
-        if route == "":
-            return _json(self._run(run))
-        if route == "overview":
-            return _json(self._overview(run))
-        if route == "layers":
-            return _json(wire.LayerList(run_id=run.run_id, layers=run.layers))
-        if route == "series":
-            return _json(self._all_series(run, query.get_list("metric"), query.get("layer"), query))
-        if route == "heatmap":
-            self.before_heatmap()
-            most = int(query.get("points", 1))
-            return _json(self._heatmap(run, query["metric"], query.get("order"), most, query.get("axis", "step")))
-        if route == "histogram":
-            return _json(self._histogram(run, query.get("layer"), query.get("step")))
         if route == "events":
-            return _json(self._event_page(run, query))
-        return _error(404, "no_such_route")
+            return _json(wire.IncidentPage(events=[]))
+        run_id, *asked = of
+        if run_id not in self.runs:
+            return _error(404, "run_not_found")
+        routes = {"overview": self._overview, "layers": self._layers, "series": self._all_series}
+        routes |= {"heatmap": self._heatmap, "histogram": self._histogram, "events": self._event_page}
+        return _json((routes[asked[0]] if asked else self._run)(self.runs[run_id], query))
+
+    def _layers(self, run, query):
+        return wire.LayerList(run_id=run.run_id, layers=run.layers)
 
     def _event_page(self, run, query):
         after, until, limit = int(query["cursor"]), float(query.get("until", "inf")), int(query["limit"])
@@ -111,18 +97,13 @@ class FakeServer:
         declared = {"strategy": watch.strategy, "observed_strategy": watch.observed_strategy, "dtype": watch.dtype}
         return wire.RunRow(**stored, **declared, overview=self._overview(run))
 
-    def _overview(self, run):
+    def _overview(self, run, query=None):
         if not run.measured:
             return wire.Overview(run_id=run.run_id)
-        numbers = {key: _number(value) for key, value in self._merged(run).items()}
+        numbers = self._merged(run)
         evidence = Evidence(numbers, watch=run.watch(), first_step=run.measured[0], last_step=run.measured[-1])
-        return wire.Overview(
-            **msgspec.structs.asdict(judge(evidence)),
-            run_id=run.run_id,
-            measured_steps=len(run.measured),
-            numbers=numbers,
-            worst=self.worst,
-        )
+        told = msgspec.structs.asdict(judge(evidence)) | {"numbers": numbers, "worst": self.worst}
+        return wire.Overview(run_id=run.run_id, measured_steps=len(run.measured), **told)
 
     def _totals(self, run, step, layer):
         if layer is None:
@@ -135,7 +116,7 @@ class FakeServer:
 
     def _merged(self, run):
         def merge():
-            return finish_all(merge_steps([self._totals(run, step, None) for step in run.measured]))
+            return _numbers(finish_all(merge_steps([self._totals(run, step, None) for step in run.measured])))
 
         return _kept(run, ("merged",), merge)
 
@@ -144,45 +125,42 @@ class FakeServer:
         merged = [run.measured[at : at + size] for at in range(0, len(run.measured), size)]
         return [(steps, finish_all(merge_steps([run.totals(step) for step in steps]))) for steps in merged]
 
-    def _all_series(self, run, metrics, layer, asked):
+    def _all_series(self, run, query):
         """The first metric's, with those of the others."""
-        first, *others = metrics
-        more = {other: self._series(run, other, layer, asked) for other in others}
-        return msgspec.structs.replace(self._series(run, first, layer, asked), **({"more": more} if more else {}))
+        first, *others = (self._series(run, metric, query) for metric in query.get_list("metric"))
+        return msgspec.structs.replace(first, more={other.metric: other for other in others}) if others else first
 
-    def _series(self, run, metric, layer, asked):
-        axis = asked.get("axis", "step")
+    def _series(self, run, metric, asked):
+        axis, layer = asked.get("axis", "step"), asked.get("layer")
         first, last, most = (int(asked.get(name, 10**9)) for name in ("from", "to", "points"))
         measured = [step for step in run.measured if first % 10**9 <= step <= last]
         if split_key(metric)[0] in METRICS:
             steps = measured
-            points = [self._finished(run, step, layer) for step in steps]
-            values = [_number(point.get(metric, np.nan)) for point in points]
-            bounds = {
-                name: [_number(point[f"{metric}_{name}"]) for point in points]
-                for name in ("low", "high")
-                if points and f"{metric}_{name}" in points[0]
-            }
+            points = [_numbers(self._finished(run, step, layer)) for step in steps]
+            values = [point.get(metric) for point in points]
+            known = [name for name in ("low", "high") if points and f"{metric}_{name}" in points[0]]
+            bounds = {name: [point[f"{metric}_{name}"] for point in points] for name in known}
         else:
             steps = [step for step in measured if metric in run.scalars(step)]
             values, bounds = [run.scalars(step)[metric] for step in steps], {}
+        firsts = steps
         if len(steps) > most:
             # Thinned as a server does: a point is the mean of several steps, under the last one's label.
             size = -(-len(steps) // most)
             places = range(0, len(steps), size)
-            values = [float(np.mean(values[at : at + size])) for at in places]
-            firsts, steps, bounds = steps[::size], [steps[min(at + size, len(steps)) - 1] for at in places], {}
-        else:
-            firsts = steps
+            values, bounds = [float(np.mean(values[at : at + size])) for at in places], {}
+            firsts, steps = steps[::size], [steps[min(at + size, len(steps)) - 1] for at in places]
         told = {"run_id": run.run_id, "steps": steps, "first_steps": firsts, "axis": axis, "layer": layer, **bounds}
         positions = [step * SCALES[axis] for step in steps]
         return series(values, metric, positions=positions, ranks=[1] * len(steps), **told)
 
-    def _heatmap(self, run, metric, order, most, axis):
+    def _heatmap(self, run, query):
+        self.before_heatmap()
+        metric, axis, most = query["metric"], query.get("axis", "step"), int(query.get("points", 1))
         size = -(-len(run.measured) // most) if most > 1 else 1
         columns = _kept(run, ("columns", size), lambda: self._columns(run, size))
         rows = np.stack([found[metric] for _, found in columns], axis=1)
-        places = np.argsort(rows[:, -1]) if order == "worst" else np.arange(len(rows))
+        places = np.argsort(rows[:, -1]) if query.get("order") == "worst" else np.arange(len(rows))
         return wire.Heatmap(
             run_id=run.run_id,
             metric=metric,
@@ -194,37 +172,32 @@ class FakeServer:
             positions=[steps[-1] * SCALES[axis] for steps, _ in columns] if axis != "step" else [],
         )
 
-    def _histogram(self, run, layer, step):
-        steps = [int(step)] if step else run.measured
+    def _histogram(self, run, query):
+        layer, steps = query.get("layer"), [int(query["step"])] if "step" in query else run.measured
         counts = np.sum([histogram_counts(self._totals(run, at, layer)) for at in steps], axis=0)
         found = dict(zip(HISTOGRAM_LABELS, counts, strict=True))
         return histogram_answer(found, run_id=run.run_id, layer=layer, first_step=steps[0], step=steps[-1])
 
     def _compare(self, query):
-        axis = query.get("axis", "step")
-        compared = []
-        for run_id in query.get_list("run"):
-            if run_id not in self.runs:
-                return _error(404, "run_not_found")
-            run = self.runs[run_id]
-            compared.append(
-                wire.ComparedRun(
-                    run_id=run.run_id,
-                    name=run.name,
-                    strategy=run.strategy,
-                    dtype=run.dtype,
-                    state=run.state,
-                    last_step=run.steps,
-                    reports=len(run.measured),
-                    series=self._all_series(run, query.get_list("metric"), None, {"axis": axis}),
-                    merged={key: _number(value) for key, value in self._merged(run).items()},
-                    scalars=_last_scalars(run),
-                    mean_scalars={name: entry.value for name, entry in _last_scalars(run).items()},
-                )
-            )
-        return _json(wire.Comparison(metric=query["metric"], axis=axis, runs=compared))
+        asked = query.get_list("run")
+        if not set(asked) <= set(self.runs):
+            return _error(404, "run_not_found")
+        runs = [self._compared(self.runs[run_id], query.remove("points")) for run_id in asked]
+        return _json(wire.Comparison(metric=query["metric"], axis=query.get("axis", "step"), runs=runs))
 
-    def _run(self, run):
+    def _compared(self, run, query):
+        own = {name: getattr(run, name) for name in ("run_id", "name", "strategy", "dtype", "state")}
+        return wire.ComparedRun(
+            **own,
+            last_step=run.steps,
+            reports=len(run.measured),
+            series=self._all_series(run, query),
+            merged=self._merged(run),
+            scalars=_last_scalars(run),
+            mean_scalars={name: entry.value for name, entry in _last_scalars(run).items()},
+        )
+
+    def _run(self, run, query=None):
         newest = self._finished(run, run.measured[-1], None) if run.measured else {}
         begun = {"run_id": run.run_id, "first_step": 1, "created_at": 1.7e9}
         return wire.Run(
@@ -241,7 +214,7 @@ class FakeServer:
             last_step=run.steps,
             attempts=[wire.Attempt(attempt=1, launch_id="launch-1", measured_from=1, **begun)],
             watch=run.watch(),
-            latest={key: _number(value) for key, value in newest.items()},
+            latest=_numbers(newest),
             scalars=_last_scalars(run),
         )
 
@@ -263,6 +236,10 @@ def _last_scalars(run):
 
 def _number(value):
     return None if np.isnan(value) else wire.to_number(float(value))
+
+
+def _numbers(named):
+    return {key: _number(value) for key, value in named.items()}
 
 
 def _json(answer):
