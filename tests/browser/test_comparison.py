@@ -193,7 +193,7 @@ def test_the_legend_hides_a_line_in_all_charts_and_keeps_to_what_it_says(goto):
 @pytest.fixture
 def elsewhere():
     """Serve a page of another origin on this machine: its address. A page that no server sent may frame nothing."""
-    bodies = []
+    bodies: list[str] = []
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self):

@@ -23,9 +23,9 @@ OF_KAHAN = {1: (2.5, 2.4375), 2: (2.5625, 2.5078125), 3: (2.4375, 2.3671875)}
 """Validation losses by seed: plain's, and Kahan's."""
 
 
-def ending_at(loss, *given, **more):
+def ending_at(loss, name, strategy, **more):
     """A run with this validation loss."""
-    return GeneratedRun(*given, logs=lambda step: {"validation_loss": loss}, **more)
+    return GeneratedRun(name, strategy, logs=lambda step: {"validation_loss": loss}, **more)
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ def processes_about(folder):
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="no /proc on this system to look for processes")
 def test_an_interrupted_demo_leaves_no_process_behind(tmp_path):
-    asked = {"stdout": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "preexec_fn": interruptible}
+    asked: dict = {"stdout": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "preexec_fn": interruptible}
     with subprocess.Popen(arguments_for(tmp_path, 100_000), cwd=tmp_path, **asked) as process:
         until(lambda: sum("worker" in line for line in processes_about(tmp_path)) == 2, "two trainings run")
         process.send_signal(signal.SIGINT)

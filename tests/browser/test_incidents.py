@@ -71,7 +71,7 @@ def runs():
         lambda step: {"learning_rate": 2e-4 if step <= DROP else 2e-5},
         lambda step: {"learning_rate": 2e-4 * min(step / 40, 1.0)},
     ]
-    live = {"steps": 600, "state": "running"}
+    live: dict = {"steps": 600, "state": "running"}
     return [
         GeneratedRun(HOSTILE, "plus", **live, run_id="run-drop", sums=dropping, logs=rates[0]),
         GeneratedRun("declining", "plus", **live, run_id="run-decline", sums=declining, logs=rates[1]),
@@ -124,6 +124,8 @@ def test_a_resume_divides_before_from_after_whenever_the_alert_is_evaluated(clie
     )
     found = read_incident_evidence(client, incident)
     assert "At the resume at step 300, 97.7 % of the residuals were dropped." in text(body(found))
+    assert found.before is not None
+    assert found.after is not None
     assert (found.before.last_step, found.after.first_step) == (RESUMED - 10, RESUMED)
     assert found.before.number("residual_dropped_ratio") == 0
     assert found.after.number("residual_dropped_ratio") == pytest.approx(0.977)

@@ -137,8 +137,8 @@ def violations_now(page):
     ]
 
 
-COLUMNS = ("strategy", "loss", "lost_update_ratio", "edq_ratio", "last_step", "updated_at")
-COLUMNS += ("bytes_per_parameter", "tokens_per_second")
+COLUMNS = ["strategy", "loss", "lost_update_ratio", "edq_ratio", "last_step", "updated_at"]
+COLUMNS += ["bytes_per_parameter", "tokens_per_second"]
 
 
 def test_names_verdicts_and_costs_are_read_whole_on_a_laptop(goto):

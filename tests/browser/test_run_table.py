@@ -182,7 +182,12 @@ def test_picked_runs_are_tagged_archived_and_deleted_together(goto, client, send
     goto("/?q=old&archived=1")
     becomes(page, ["old one", "old two"])
     asked = []
-    page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
+
+    def confirm(dialog):
+        asked.append(dialog.message)
+        dialog.accept()
+
+    page.on("dialog", confirm)
     page.get_by_role("button", name="Delete", exact=True).click()
     page.locator("#runs-count", has_text="No run matches").wait_for()
     assert asked[0].startswith("Delete old one, old two, with all curves, notes and incidents? ")

@@ -87,7 +87,7 @@ class FakeServer:
         if worst is not None and said[worst.run_id].health in GRAVITY:
             told = wire.WorstRun(run_id=worst.run_id, name=worst.name, short=said[worst.run_id].short)
         seen = [(run.run_id, run.state, self._run(run).updated_at, said[run.run_id].last_step) for run in found]
-        counts = {"total": len(found), "live": {"healthy": live} if live else {}, "healths": dict(healths)}
+        counts: dict = {"total": len(found), "live": {"healthy": live} if live else {}, "healths": dict(healths)}
         return wire.RunTable(rows=rows, worst=told, revision=str(seen), **counts)
 
     def _row(self, run):

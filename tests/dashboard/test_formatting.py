@@ -104,16 +104,13 @@ def test_an_axis_says_its_unit_once():
     assert [describe(key).tick_suffix for key in keys] == ["", "", "", " %"]
 
 
-def test_counts_are_grouped_intervals_have_both_ends_and_times_are_in_utc():
+def test_counts_are_grouped_intervals_have_both_ends_times_are_in_utc_and_memory_in_binary_units(server):
     assert [count(value) for value in (1234567.0, None, "NaN")] == ["1,234,567", "–", "NaN"]
     assert interval("edq_ratio", 0.8, 0.9) == "0.800 … 0.900"
     assert interval("lost_update_ratio", 0.0, 0.9) == "0 % … 90.0 %"
     assert interval("edq_ratio", None, 0.9) == ""
     assert [when(value) for value in (0.0, None)] == ["1970-01-01 00:00 UTC", "–"]
     assert [finite(value) for value in (None, "NaN", "Infinity", 0.5)] == [None, None, None, 0.5]
-
-
-def test_memory_has_a_binary_unit(server):
     logged = {"memory_bytes": wire.LoggedScalar(value=1536.0 * 2**20, step=7)}
     run = msgspec.structs.replace(server.client().run("run-plain"), scalars=logged)
     assert ("memory_bytes", "1,536 MiB at step 7") in facts_of(run)

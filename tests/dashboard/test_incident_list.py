@@ -17,14 +17,8 @@ from collage_monitor.onset import LayerChange, Onset
 from tests.alerts.test_causes import RUN
 from tests.dashboard.walk import attributes, by_id, text
 
-KIND = {
-    "alert": "CollageEdqLow",
-    "severity": "warning",
-    "source": "server",
-    "state": "firing",
-    "text": "EDQ is low",
-}
-INCIDENT = wire.Incident(incident_id="1", started_at=1000.0, run_id="r1", step=900, **KIND)
+KIND: dict = {"alert": "CollageEdqLow", "severity": "warning", "source": "server", "state": "firing"}
+INCIDENT = wire.Incident(incident_id="1", started_at=1000.0, run_id="r1", step=900, text="EDQ is low", **KIND)
 ONSET = Onset(last_before=448, first_changed=450, settled=452, before=1.0, after=0.25)
 PASSED = Breach(600, 640, 0.99, 0.3, False, False)
 LASTING = Breach(600, 900, 0.99, 0.3, True, False)

@@ -334,14 +334,11 @@ def test_where_nothing_changed_or_a_side_has_no_steps_it_says_so(raised, shown, 
     assert words in changed(shown(f"/run/run-raised{search}"))[0]
 
 
-def test_without_a_picked_step_nothing_stands_there(raised, shown):
-    assert text(by_id(shown("/run/run-raised"), "run-change")) == ""
-
-
-def test_the_curves_mark_what_is_picked(raised, reader):
+def test_the_curves_mark_what_is_picked_and_without_it_nothing_stands_there(raised, reader, shown):
     view = read_address("/run/run-raised", "?at=800-900")
     drawn = draw("first", "loss", view, reader)
     assert sorted({shape.x0 for shape in drawn.layout.shapes if shape.yref == "y domain"}) == [800, 900]
+    assert text(by_id(shown("/run/run-raised"), "run-change")) == ""
 
 
 def test_what_changed_is_told_anew_for_other_steps_and_for_new_points_only(raised, http, server, shown):

@@ -39,9 +39,6 @@ def test_words_are_text_links_and_tables_and_what_needs_the_application_is_left_
         '<div><h1 class="big">A run</h1><h2>EDQ</h2><a class="link-words" href="/run/a?layer=b&amp;c">to it</a>'
         '<span aria-hidden="true" style="--run-colour:#123456;margin-top:2px">dot</span></div>'
     )
-
-
-def test_words_escape_text_and_attributes():
     assert static_html(html.P(HOSTILE, title=HOSTILE)).count("<") == 2
 
 

@@ -272,11 +272,8 @@ def test_what_the_provider_says_instead_of_a_code_is_shown_escaped(browser):
     assert "x" * 100 not in answer.text
 
 
-def test_nobody_is_led_away(browser, provider):
+def test_nobody_is_led_away_and_a_foreign_page_begins_no_sign_in(browser, provider):
     assert 'content="0; url=/"' in sign_in(browser, provider, path="//evil.example").text
-
-
-def test_a_foreign_page_begins_no_sign_in(browser):
     answer = browser.get("/sign-in/provider?next=/incidents", headers={"Sec-Fetch-Site": "cross-site"})
     assert (answer.status_code, answer.headers["Location"]) == (303, "/sign-in?next=%2Fincidents")
     assert "Set-Cookie" not in answer.headers

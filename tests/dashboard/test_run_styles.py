@@ -41,13 +41,10 @@ def labels(*runs):
     return [style.label for style in styles_of(runs)]
 
 
-def test_a_name_of_its_own_stays_as_it_is_and_a_long_one_is_cut_in_its_middle():
+def test_a_label_is_the_name_cut_in_its_middle_and_the_same_one_takes_strategy_dtype_and_id():
     assert labels(run("a"), run("b")) == ["a", "b"]
     [label] = labels(run("first-" + "x" * 500 + "-last"))
     assert (len(label), label[:6], label[-5:]) == (48, "first-", "-last")
-
-
-def test_the_same_name_takes_strategy_and_dtype_then_the_id():
     first, *others = labels(run("gpt"), *(run("gpt", "plus", run_id=run_id) for run_id in ("xx1111", "xx2222")))
     assert first == "gpt · Plain · bfloat16"
     assert others == ["gpt · Collage plus · bfloat16 · xx1111", "gpt · Collage plus · bfloat16 · xx2222"]

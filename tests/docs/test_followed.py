@@ -144,7 +144,7 @@ def filled(served, tmp_path, monkeypatch):
     with Client() as client:
         for number in range(4):
             run_id = f"RUN{number or ''}"
-            own = {"name": f"seed {number}", "seed": number, "config": {"learning_rate": 1e-4}}
+            own: dict = {"name": f"seed {number}", "seed": number, "config": {"learning_rate": 1e-4}}
             client.create_run("sweep", wire.RunCreate(run_id=run_id, **own))
             client.create_attempt(run_id, wire.AttemptCreate(launch_id="l", first_step=1))
             stream = client.create_stream(run_id, stream_create(f"s{number}", launch_id="l"))

@@ -37,13 +37,10 @@ NAMED = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|yml)|[a-z_]+/(?:[a-z_]+/)*)`"
 COMPONENTS = [ROOT / "collage_monitor", *(path for path in ROOT.glob("*/collage_*") if path.is_dir())]
 
 
-def test_every_named_file_exists():
+def test_every_file_that_the_tour_names_exists_and_every_component_has_its_floor():
     assert len(NAMED) > 50
     missing = [name for name in NAMED if not any((root / name).exists() for root in [ROOT, *COMPONENTS])]
     assert not missing
-
-
-def test_every_component_has_its_floor():
     assert len(COMPONENTS) == 7
     for component in COMPONENTS:
         assert f"`{component.relative_to(ROOT)}/`" in TOUR

@@ -48,10 +48,12 @@ def test_what_is_plain_is_left_alone(text):
     assert not list(faults(text))
 
 
-def test_a_page_begins_with_a_short_sentence():
+def test_a_page_begins_with_a_short_sentence_and_a_docstring_says_more_than_the_name():
     first = f"# Title\n\n{'word ' * (MOST_FIRST_WORDS + 1)}ends.\n"
     assert [line for line, _ in prose.of_page(first)] == [3]
     assert not list(prose.of_page("# Title\n\nShort. " + first.partition("\n\n")[2]))
+    assert list(prose.of_module('def run():\n    """A run."""\n'))
+    assert not list(prose.of_module('def run():\n    """The run that nobody has ended."""\n'))
 
 
 def test_code_tables_and_entries_are_told_apart():
@@ -59,11 +61,6 @@ def test_code_tables_and_entries_are_told_apart():
     halves = f"- {'word ' * 30}\n- {'word ' * 30}\n"
     assert not list(prose.of_page(f"Short.\n\n{halves}"))
     assert [line for line, _ in prose.of_page(f"Short.\n\n{halves}- {LONG}\n")] == [5]
-
-
-def test_a_docstring_says_more_than_the_name():
-    assert list(prose.of_module('def run():\n    """A run."""\n'))
-    assert not list(prose.of_module('def run():\n    """The run that nobody has ended."""\n'))
 
 
 def test_comments_are_read_by_the_rules_of_docstrings_but_may_be_short():

@@ -78,11 +78,9 @@ def test_a_run_leaves_as_many_files_as_stated(tmp_path, points):
     assert left_behind(tmp_path, points, 1, seed=0, copies=1).files == expected
 
 
-def test_the_report_is_that_of_the_benchmark():
+def test_the_report_is_that_of_the_benchmark_and_what_is_stated_of_retention_are_settings():
     assert (MEASURED["layers"], MEASURED["rows"]) == (LARGE.layers, len(LARGE.statistics))
 
-
-def test_what_is_stated_of_retention_are_settings():
     named = re.findall(r"`COLLAGE_SERVER_([A-Z_]+)`", TEXT)
     assert named
     assert {name.lower() for name in named} <= set(Settings.__dataclass_fields__)

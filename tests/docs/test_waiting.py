@@ -26,14 +26,15 @@ def clocks_in(source):
     """Lines that read a clock of `time` or sleep; a module of that name alone is no clock of `asyncio`."""
     if not any(name in source for name in (*CLOCKS, "wait_for_timeout", "from time import")):
         return []
-    return [node.lineno for node in ast.walk(ast.parse(source)) if is_a_clock(node)]
+    nodes = list(ast.walk(ast.parse(source)))
+    told = [node for node in nodes if isinstance(node, ast.Attribute) and is_a_clock(node)]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "time"]
+    return [node.lineno for node in (*told, *imports)]
 
 
 def is_a_clock(node):
-    if isinstance(node, ast.Attribute):
-        of_time = node.attr in CLOCKS and ast.unparse(node.value) in {"time", "asyncio"}
-        return of_time or node.attr == "wait_for_timeout"
-    return isinstance(node, ast.ImportFrom) and node.module == "time"
+    of_time = node.attr in CLOCKS and ast.unparse(node.value) in {"time", "asyncio"}
+    return of_time or node.attr == "wait_for_timeout"
 
 
 @pytest.mark.parametrize(

@@ -103,11 +103,6 @@ def test_layers_of_a_group_stand_together_under_its_name_in_the_answers_order():
     assert (frame.y0, frame.y1) == (1.5, 2.5), "the frame is around the selected layer, wherever it stands now"
 
 
-def test_a_layers_block_is_up_to_its_first_number():
-    found = [block_of(name) for name in ("model.layers.3.mlp.0.weight", "embedding.weight", "head")]
-    assert found == ["model.layers.3", "embedding", "head"]
-
-
 def test_groups_keep_their_names_where_layers_are_too_many_for_theirs():
     groups = {f"layer.{place}": f"block {place // 20}" for place in range(200)}
     shown = list(rows_of(200, groups=groups).layout.yaxis.ticktext)
@@ -115,7 +110,7 @@ def test_groups_keep_their_names_where_layers_are_too_many_for_theirs():
     assert len(shown) * 12 <= LARGEST_HEIGHT
 
 
-def test_labels_leave_out_what_all_layers_share():
+def test_labels_leave_out_what_all_layers_share_and_are_cut_from_the_left():
     names = [f"model.layers.{place}.attention.{part}.weight" for place in (0, 1) for part in ("q", "k")]
     short = ["0.attention.q", "0.attention.k", "1.attention.q", "1.attention.k"]
     assert list(short_layers(names).values()) == short
@@ -123,6 +118,11 @@ def test_labels_leave_out_what_all_layers_share():
     assert set(short_layers(["a", "a.b"]).values()) == {"a", "a.b"}
     assert short_layers(["a.b", "a.a.b"]) == {"a.b": "b", "a.a.b": "a.b"}
     assert len(short_layers(["x" * 300, "y" * 300])["x" * 300]) == 34
+    assert short_layer("a" * 100 + "weight").endswith("aweight")
+    assert len(short_layer("a" * 100)) == 34
+    assert short_layer("head.weight") == "head.weight"
+    found = [block_of(name) for name in ("model.layers.3.mlp.0.weight", "embedding.weight", "head")]
+    assert found == ["model.layers.3", "embedding", "head"]
 
 
 def test_a_norm_is_coloured_by_its_logarithm_and_says_so():
@@ -146,12 +146,6 @@ def test_without_a_value_it_says_so_and_non_finite_cells_are_counted():
     assert not figure.data
     assert figure.layout.height == SMALLEST_HEIGHT
     assert heatmap(heatmap_answer([[0.5, "NaN"]])).layout.annotations[0].text == "1 cells are not finite"
-
-
-def test_long_names_are_cut_from_the_left():
-    assert short_layer("a" * 100 + "weight").endswith("aweight")
-    assert len(short_layer("a" * 100)) == 34
-    assert short_layer("head.weight") == "head.weight"
 
 
 def test_cells_have_six_digits_however_large_they_are():

@@ -13,10 +13,13 @@ def bar(figure, octave):
     return trace.y[place], trace.marker.color[place], trace.customdata[place]
 
 
-def test_shares_stand_at_their_octaves_and_add_to_one():
+def test_shares_stand_at_their_octaves_add_to_one_and_are_told_on_hover():
     figure = update_histogram(histogram_answer({"-3": 30.0, "0": 60.0, "overflow": 10.0}))
     assert [bar(figure, octave)[0] for octave in (-3, 0, 8)] == [30, 60, 10]
     assert abs(sum(figure.data[0].y) - 100) < 1e-9
+    text = bar(update_histogram(histogram_answer({"-2": 1000.0, "underflow": 3000.0})), -2)[2]
+    assert text == "2<sup>−2</sup> to 2<sup>−1</sup> gaps<br>25.0 % of the updates<br>1,000 elements"
+    assert bar(update_histogram(histogram_answer({"underflow": 1.0})), -25)[2].startswith("below 2<sup>−24</sup>")
 
 
 def test_half_a_gap_parts_what_plain_storage_loses():
@@ -26,21 +29,12 @@ def test_half_a_gap_parts_what_plain_storage_loses():
     assert bar(figure, -1)[1] == ACCENT
 
 
-def test_hover_names_the_octave_the_share_and_the_elements():
-    text = bar(update_histogram(histogram_answer({"-2": 1000.0, "underflow": 3000.0})), -2)[2]
-    assert text == "2<sup>−2</sup> to 2<sup>−1</sup> gaps<br>25.0 % of the updates<br>1,000 elements"
-    assert bar(update_histogram(histogram_answer({"underflow": 1.0})), -25)[2].startswith("below 2<sup>−24</sup>")
-
-
-def test_an_empty_histogram_says_so():
-    assert not update_histogram(histogram_answer({})).data
-
-
-def test_the_outline_of_an_earlier_time_has_its_own_shares():
+def test_the_outline_of_an_earlier_time_has_its_own_shares_and_nothing_has_none():
     now, before = histogram_answer({"-3": 30.0, "0": 10.0}), histogram_answer({"-3": 2.0, "0": 6.0})
     outline = update_histogram(now, before=before).data[1]
     assert outline.y[list(outline.x).index(-2.5)] == 25.0
     assert sum(outline.y) == 100.0
+    assert not update_histogram(histogram_answer({})).data
 
 
 COUNTS = {"faithful": 50.0, "distorted": 10.0, "lost": 20.0, "idle": 15.0, "nonfinite": 5.0}
@@ -54,12 +48,10 @@ def test_shares_add_up_to_all():
     assert {trace.stackgroup for trace in figure.data} == {"classes"}
 
 
-def test_a_point_with_an_unknown_class_is_left_out():
+def test_a_point_with_an_unknown_class_is_left_out_and_without_all_five_there_is_no_figure():
     answers = {name: series([value, value], name) for name, value in COUNTS.items()}
     answers["lost"] = series([20.0, None], "lost")
     assert [len(trace.x) for trace in class_shares(answers).data] == [1] * 5
 
-
-def test_without_all_five_there_is_no_figure():
     assert not class_shares({"lost": series([1.0], "lost")}).data
     assert not class_shares({name: series([], name) for name in CLASSES}).data
