@@ -137,7 +137,9 @@ def test_a_live_curve_grows_without_a_reload_and_keeps_the_zoom(goto, growing):
 @pytest.mark.nightly
 def test_runs_that_differ_in_a_learning_rate_are_told_apart_until_a_reader_treats_them_as_one(goto, send, client):
     for place, rate in enumerate((1e-3, 3e-4, 3e-4)):
-        send(GeneratedRun(f"rate {place}", "plus", seed=place, config={"lr": rate, "seed": place}))
+        logged = {"validation_loss": 2.5 - rate}
+        own: dict = {"config": {"lr": rate, "seed": place}, "logs": lambda _, logged=logged: logged}
+        send(GeneratedRun(f"rate {place}", "plus", seed=place, **own))
     wait_for_evaluation(client)
     page = goto("/compare?run=run-rate-0&run=run-rate-1&run=run-rate-2", "#compare-chart-0 .scatterlayer .trace")
     said = page.locator("#compare-advice")

@@ -63,14 +63,6 @@ def test_code_tables_and_entries_are_told_apart():
     assert [line for line, _ in prose.of_page(f"Short.\n\n{halves}- {LONG}\n")] == [5]
 
 
-def test_comments_are_read_by_the_rules_of_docstrings_but_may_be_short():
-    source = (
-        "#!/bin/sh\n# Meant for\n# it is this.\n\n# Short.\nrun()  # Nothing of it.\nx = '# anew'  # noqa: E501"
-    )
-    assert sorted(comments(source)) == [(2, "Meant for it is this."), (5, "Short."), (6, "Nothing of it.")]
-    assert sorted(line for line, _ in prose.of_module(source)) == [2, 6]
-
-
 @pytest.mark.parametrize(
     ("subject", "found"),
     [

@@ -26,13 +26,13 @@ def clocks_in(source):
     """Lines that read a clock of `time` or sleep; a module of that name alone is no clock of `asyncio`."""
     if not any(name in source for name in (*CLOCKS, "wait_for_timeout", "from time import")):
         return []
-    nodes = list(ast.walk(ast.parse(source)))
-    told = [node for node in nodes if isinstance(node, ast.Attribute) and is_a_clock(node)]
-    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "time"]
-    return [node.lineno for node in (*told, *imports)]
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute | ast.ImportFrom)]
+    return [node.lineno for node in nodes if is_a_clock(node)]
 
 
 def is_a_clock(node):
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "time"
     of_time = node.attr in CLOCKS and ast.unparse(node.value) in {"time", "asyncio"}
     return of_time or node.attr == "wait_for_timeout"
 
