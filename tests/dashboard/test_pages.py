@@ -131,7 +131,7 @@ def test_a_run_page_says_each_fact_once_before_its_details(server, plain, shown)
     )
 
 
-def test_a_run_that_only_logs_shows_its_logs_and_one_line(plain):
+def test_a_run_that_only_logs_shows_its_logs_and_one_line_and_what_second_writers_log_stands_below(plain):
     """It said three times that no step was measured, over an empty heatmap, table and histogram."""
     run = msgspec.structs.replace(plain, watch=None, latest={})
     said = [summary(run, wire.Overview(run_id="run-plain")), panel(PLAIN, run), *first_curves(PLAIN, run)]
@@ -140,6 +140,8 @@ def test_a_run_that_only_logs_shows_its_logs_and_one_line(plain):
     assert not re.search("measured|heatmap", text(said))
     assert list(tabs_of(run)) == ["layers", "about"]
     assert map_style(PLAIN, run)
+    content = panel(replace(PLAIN, tab="curves"), msgspec.structs.replace(plain, beside=["evaluator/accuracy"]))
+    assert [entry["metric"] for entry in figures(content)] == [*SERIES["curves"], "evaluator/accuracy"]
 
 
 @pytest.mark.slow
@@ -173,11 +175,6 @@ def test_a_search_finds_curves_by_key_and_by_title_among_all_that_a_run_has(plai
     assert sorted(entry["metric"] for entry in figures(curves)) == found
     nothing = panel(replace(PLAIN, tab="curves", query="zzz"), plain)
     assert text(nothing) == "Nothing that this run measures or logs has 'zzz' in its name."
-
-
-def test_what_second_writers_log_stands_below_the_trainings_curves(plain):
-    content = panel(replace(PLAIN, tab="curves"), msgspec.structs.replace(plain, beside=["evaluator/accuracy"]))
-    assert [entry["metric"] for entry in figures(content)] == [*SERIES["curves"], "evaluator/accuracy"]
 
 
 def test_the_heatmap_sorts_worst_first_as_the_table_of_what_loses_most_does(server, reader):

@@ -109,11 +109,6 @@ def test_a_loss_speaks_against_a_healthy_strategy_only_if_its_interval_lies_beyo
     assert found([REFERENCE, row("plus", 2.9)]).chosen.strategy == "plus", "of one run each chance is not known"
 
 
-def test_no_strategy_is_said_to_lose_while_another_is_not_known():
-    assert found([LOSING]).brief
-    assert not found([LOSING, row("plus", 2.42, health="unknown", short="no step")]).brief
-
-
 def test_a_loss_that_is_noticeably_lower_speaks_for_a_strategy_below_0_too():
     said = found([REFERENCE, row("plus", 2.42 * 0.9), row("master-weights", 2.42)])
     assert said.chosen.strategy == "plus"
@@ -231,13 +226,15 @@ def test_a_resumed_or_sick_run_does_not_move_its_strategys_loss_and_is_named():
     assert results(plain)[0].loss.value == 3.0, "what befalls all is the strategy's own"
 
 
-def test_nothing_is_recommended_that_is_not_known_to_be_well():
+def test_nothing_is_recommended_or_said_to_lose_that_is_not_known_to():
     unknown = [msgspec.structs.replace(entry, overview=None) for entry in DEMO]
     assert found(unknown).text == "No strategy can be named yet: no run is known to keep its updates."
     losing = found([DEMO[1]])
     assert losing.chosen is None
     assert '"split-master") (12 bytes a parameter) or "coupled-8" (8), before' in losing.text
     assert found([]).text == "No run to compare yet."
+    assert found([LOSING]).brief
+    assert not found([LOSING, row("plus", 2.42, health="unknown", short="no step")]).brief
 
 
 def test_without_a_reference_the_loss_is_said_to_be_unknown():

@@ -50,17 +50,14 @@ def test_a_label_is_the_name_cut_in_its_middle_and_the_same_one_takes_strategy_d
     assert others == ["gpt · Collage plus · bfloat16 · xx1111", "gpt · Collage plus · bfloat16 · xx2222"]
 
 
-def test_runs_of_one_strategy_share_a_colour_and_differ_in_dash():
-    first, second = styles_of([run("a", "plus"), run("b", "plus")])
-    assert first.colour == second.colour == STRATEGY_COLOURS["plus"]
-    assert first.dash != second.dash
-
-
-def test_every_strategy_of_the_catalogue_has_a_colour_and_plain_float32_is_the_reference():
+def test_every_strategy_has_a_colour_that_its_runs_share_and_plain_float32_is_the_reference():
     assert set(STRATEGY_COLOURS) == set(STRATEGIES)
     assert strategy_colour("plain", "float32") == REFERENCE
     assert strategy_colour("plain", "bfloat16") == STRATEGY_COLOURS["plain"]
     assert strategy_colour("from the future") == STRATEGY_COLOURS["unknown"]
+    first, second = styles_of([run("a", "plus"), run("b", "plus")])
+    assert first.colour == second.colour == STRATEGY_COLOURS["plus"]
+    assert first.dash != second.dash
 
 
 @pytest.mark.parametrize("vision", VISION)

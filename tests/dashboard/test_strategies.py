@@ -35,7 +35,7 @@ def seeds(server):
 
 
 @pytest.mark.slow
-def test_the_page_opens_with_its_recommendation_and_a_row_a_strategy(server, shown):
+def test_the_page_opens_with_its_recommendation_and_a_row_a_strategy_be_runs_named_or_not(server, shown):
     page = shown("/compare?" + "&".join(f"run={run}" for run in DEMO))
     said = text(by_id(page, "compare-advice"))
     assert said.count("Use Collage plus · bfloat16: ") == 1
@@ -46,6 +46,7 @@ def test_the_page_opens_with_its_recommendation_and_a_row_a_strategy(server, sho
         assert column.title in table
     assert "Losses are the validation losses at step 200." in table
     assert len(server.asked) == 1
+    assert "Use Collage plus" in text(by_id(shown("/compare"), "compare-advice"))
 
 
 @pytest.mark.slow
@@ -168,8 +169,3 @@ def test_what_other_storage_would_have_kept_shows_only_what_was_measured(server)
     for words in ("Plain, bf16", "0.910", "noise 0.530"):
         assert words in said
     assert "fp8" not in said
-
-
-@pytest.mark.slow
-def test_without_runs_the_newest_projects_answer_stands_there(shown):
-    assert "Use Collage plus" in text(by_id(shown("/compare"), "compare-advice"))

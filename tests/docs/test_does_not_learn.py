@@ -26,13 +26,10 @@ def said():
     return re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in files))
 
 
-def test_what_the_page_quotes_is_said(said):
+def test_what_the_page_quotes_is_said_and_it_has_each_line_that_is_advised(said):
     assert len(ROWS) == 10
     parts = [part.strip() for row in ROWS for part in row.strip("`").split("…")]
     assert [part for part in parts if part not in said] == []
-
-
-def test_the_page_has_each_line_that_is_advised():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if "|" in line]
     told = {row[0]: row[1:] for row in rows if row[0] in REMEDIES}
     assert told == {cause: [f"`{lines[door]}`" for door in DOORS] for cause, (_, lines) in REMEDIES.items()}
