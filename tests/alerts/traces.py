@@ -1,7 +1,8 @@
 """For each alert of the catalogue runs that must wake it and runs that must not, minute by minute.
 
 `python -m tests.alerts.traces` writes them to the end of the unit tests of the Prometheus rules; the same runs are
-put before the server's own evaluation. When an alert must fire is reckoned here from the catalogue's waits, by neither of the two.
+put before the server's own evaluation. When an alert must fire is reckoned here from the catalogue's waits, by
+neither of the two.
 """
 
 from __future__ import annotations
