@@ -1,6 +1,6 @@
 """A drill: does a restored copy answer as the server does, and what would a loss cost now?
 
-`command/backup.py` restores the copy aside and calls it (`tests/server/life/test_drill.py`).
+`command/backup.py` restores the copy aside and calls it (`tests/server/life/test_backup.py`).
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ The newest back-up is noted beside the database (`newest_backup`): the server te
 from its copies.
 
 `command/backup.py` calls it. A back-up opens on a server of the same or a
-later version (`tests/server/life/test_backup.py`; archived files: `tests/server/store/test_archive_faults.py`,
-copied: `tests/server/life/test_large_backup.py`, by night).
+later version (`tests/server/life/test_backup.py`; archived files: `tests/server/store/test_archive_faults.py`).
 """
 
 from __future__ import annotations

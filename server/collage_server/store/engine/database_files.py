@@ -1,6 +1,6 @@
 """SQLite's files on the disk: permissions, the lock of the server that seals, sizes, write-ahead log, free space.
 
-`sqlite.py` calls these functions (`tests/server/life/test_full_disk.py`); archive and back-up use `sync`.
+`sqlite.py` calls these functions (`tests/server/life/test_maintenance.py`); archive and back-up use `sync`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ An attempt that measures hides all that older ones logged from there on. An atte
 attempts' values of that name, from its first one on; this follows from the values themselves.
 
 The snapshot and sealing read and pack them here. The packed form is fixed, because chunks hold it
-(`tests/server/store/sealed.py`).
+(`tests/server/store/sealing.py`).
 """
 
 from __future__ import annotations
