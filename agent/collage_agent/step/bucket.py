@@ -21,7 +21,7 @@ from collage_agent.intent.intent_choice import Intent
 from collage_agent.intent.optimizer_clone import clone_entries, clone_settings
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.sample.state_mappings import state_of
-from collage_agent.sample.stored_parts import GRADIENT, PARAMETER
+from collage_agent.sample.stored_parts import GRADIENT, PARAMETER, elementwise_dtypes
 from collage_agent.stats import replicas
 from collage_agent.stats.casts import is_wider
 from collage_agent.stats.counterfactuals import fp8_scales
@@ -175,7 +175,7 @@ class Bucket:
         self.out_of_step = out_of_lock_step(states)
         self._decay = decoupled_rate(optimizer, group, apart=self.intent.composition.decays_apart)
         self._hyperparameters = clone_settings(group)
-        first, layout = states[0], self._layout_of(states[0])
+        first, layout = states[0], self._layout_of(states)
         self._states = layout
         self._scalars = clone_entries({key: first[key] for key in layout.scalars})
         self._launch = stepped_since_kept(group, first) if self.follows == "nothing" else None
@@ -262,7 +262,7 @@ class Bucket:
     def weights_after(self, optimizer: Optimizer) -> KeptWeights:
         """The components of the weights gathered now; valid until the next gathering."""
         states = self.states(optimizer)
-        layout = self._layout_of(states[0])
+        layout = self._layout_of(states)
         self._after.gather(layout.weights, states, weights=self.parameters)
         return KeptWeights({key: self._after.values[key] for key in layout.weight_keys}, layout.stored)
 
@@ -272,7 +272,7 @@ class Bucket:
         Gathers into the buffers that the next `gather_before` fills.
         """
         states, known = self.states(optimizer), self._after.values
-        layout = self._layout_of(states[0])
+        layout = self._layout_of(states)
         self._before.gather(layout.weights, states, weights=self.parameters)
         return any(
             key not in known or not torch.equal(_bits(self._before.values[key]), _bits(known[key]))
@@ -284,7 +284,7 @@ class Bucket:
         if not self._regions:
             return None
         states = self.states(optimizer)
-        layout = self._layout_of(states[0])
+        layout = self._layout_of(states)
         tensors = zip(self.parameters, states, self.samples, strict=True)
         composition = self.intent.composition
         return self._regions.largest(
@@ -318,11 +318,19 @@ class Bucket:
                 values[tile.slots].index_fill_(0, tile.padding, 0.0)
         return values
 
-    def _layout_of(self, state: Mapping[str, Any]) -> StateLayout:
-        """The layout of the first tensor's state, which holds for all; rebuilt only if the state has changed."""
+    def _layout_of(self, states: Sequence[Mapping[str, Any]]) -> StateLayout:
+        """The layout of the first tensor's state; rebuilt only if the state has changed.
+
+        It holds for all that were planned with their states. Where the step made these, it has what all keep alike.
+        """
+        first = state = states[0]
         for known in (self._states, None if self._step_layout is None else self._step_layout.after):
-            if known is not None and known.fits(state):
+            if known is not None and known.fits(first):
                 return known
+        if self._states is not None:
+            each = [dict(elementwise_dtypes(*own)) for own in zip(self.parameters, states, strict=True)]
+            apart = {key for key, dtype in each[0].items() if any(own.get(key) != dtype for own in each)}
+            state = {key: value for key, value in first.items() if key not in apart}
         return StateLayout.of(self.parameters[0], state, self.intent.composition)
 
     def _step_layout_to(self, after: StateLayout) -> StepLayout:
@@ -345,7 +353,7 @@ class Bucket:
     ) -> tuple[BlockTotals, Sequence[Mapping[str, Any]]]:
         """Gather again after the step, work out u and e, and reduce them to block totals."""
         states = self.states(optimizer)
-        after = self._layout_of(states[0])
+        after = self._layout_of(states)
         self._after.gather(after.kept, states, weights=self.parameters)
         layout = self._step_layout_to(after)
         scales = self._fp8_scales() if counterfactuals else None

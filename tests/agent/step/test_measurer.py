@@ -200,6 +200,28 @@ def test_states_that_appear_are_no_reason_to_draw_again(monkeypatch):
     assert handle.summary()["model"]["edq_ratio"] == pytest.approx(1, abs=1e-3)
 
 
+class Preconditioned(torch.optim.SGD):
+    """Keeps a matrix for each dimension, as Shampoo does; of a square weight, that is one number an element."""
+
+    def step(self, closure=None):
+        for weight in self.param_groups[0]["params"]:
+            for number, size in enumerate(weight.shape):
+                self.state[weight].setdefault(f"pre_cond_{number}", torch.eye(size)).mul_(0.9)
+        return super().step(closure)
+
+
+def test_states_that_only_some_tensors_keep_for_each_element_spoil_no_measurement():
+    """They are made in the first step, before which tensors look alike."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 8))
+    optimizer = Preconditioned(model.parameters(), lr=0.1)
+    handle = watch(model, optimizer, every=1, sample="all")
+    for step in (1, 2):
+        model(torch.ones(4, 16)).sum().backward()
+        optimizer.step()
+        assert handle._last.step == step
+        assert set(totals_of(handle)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
 @pytest.mark.slow
 def test_tiles_of_any_size_give_the_same_numbers(monkeypatch):
     """Those of a device are larger than those of a cache."""
