@@ -175,3 +175,20 @@ def test_a_second_moment_that_is_rounded_to_0_is_not_called_healthy():
     judged = handle.judgement()
     assert judged.health == "unknown"
     assert "of the state exp_avg_sq is rounded to 0 in float16" in judged.text
+
+
+def test_a_sum_that_stands_still_wakes():
+    """Adagrad's in bfloat16, from some hundred steps on: no alert spoke of it."""
+    torch.manual_seed(0)
+    weight = torch.nn.Linear(24, 24, bias=False).to(torch.bfloat16)
+    optimizer = torch.optim.Adagrad(weight.parameters(), lr=1e-2)
+    handle = watch(weight, optimizer, every=20, budget=None)
+    for _ in range(700):
+        weight.weight.grad = torch.randn(24, 24).sign().to(torch.bfloat16)
+        optimizer.step()
+    finding = next(found for found in handle.judgement().findings if found.key == "state_increment_ratio/sum")
+    assert (finding.health, finding.alert, finding.value) == (
+        "states are stuck",
+        "CollageSecondMomentStuck",
+        9 / 32,
+    )
