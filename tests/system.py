@@ -2,10 +2,13 @@
 
 import os
 import shutil
+import subprocess
 
 import pytest
 
-__all__ = ["chromium", "find_chromium", "lacking", "require"]
+from tests.waiting import PATIENCE_SECONDS
+
+__all__ = ["chromium", "find_chromium", "is_content", "lacking", "require"]
 
 
 def find_chromium() -> str | None:
@@ -27,6 +30,14 @@ def require(program):
     if path is not None:
         return path
     return lacking(f"{program} is not installed; install it with the system's package manager")
+
+
+def is_content(program, *arguments, **options):
+    """What the program says of these arguments; what it has to object is an error."""
+    options = {"capture_output": True, "text": True, "timeout": PATIENCE_SECONDS, **options}
+    done = subprocess.run([require(program), *arguments], check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def lacking(reason):

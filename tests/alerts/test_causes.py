@@ -18,6 +18,7 @@ from collage_monitor.diagnosis.causes import IncidentEvidence, Span, restarted
 READERS = {"both", "now", "number", "rose", "_growth"}
 """What reads a value of an incident's evidence by its key."""
 WATCH = wire.WatchInfo(optimizer="AdamW", every=10)
+BEGUN = wire.Attempt(run_id="r1", attempt=1, launch_id="a", first_step=1, measured_from=1, created_at=0.0)
 RUN = wire.Run(
     run_id="r1",
     project="p",
@@ -32,27 +33,27 @@ RUN = wire.Run(
     updated_at=1000.0,
     first_step=1,
     last_step=1000,
-    attempts=[wire.Attempt(run_id="r1", attempt=1, launch_id="a", first_step=1, measured_from=1, created_at=0.0)],
+    attempts=[BEGUN],
     watch=WATCH,
     latest={"edq_ratio": 1.0},
     scalars={},
 )
-RESUMED = [
-    *RUN.attempts,
-    wire.Attempt(run_id="r1", attempt=2, launch_id="b", first_step=500, measured_from=500, created_at=9e9),
-]
-EVALUATED = [*RUN.attempts, wire.Attempt(run_id="r1", attempt=2, launch_id="b", first_step=500, created_at=9e9)]
+
+
+def resumed_at(step, attempt=2):
+    return msgspec.structs.replace(
+        BEGUN, attempt=attempt, launch_id="b", first_step=step, measured_from=step, created_at=9e9
+    )
 
 
 def evidence(before=None, after=None, *, labels=None, run=RUN, series=None, **more):
     """What was reported: values by key before and after."""
     incident = wire.Incident(
+        **dict.fromkeys(("alert", "text"), ""),
         incident_id="1",
-        alert="",
         severity="warning",
         source="server",
         state="firing",
-        text="",
         started_at=900.0,
         run_id="r1",
         labels=labels or {},
@@ -60,25 +61,24 @@ def evidence(before=None, after=None, *, labels=None, run=RUN, series=None, **mo
     )
     if series is not None:
         steps = list(range(len(series)))
-        places: list = [float(step) for step in steps]
-        more["series"] = wire.Series(
-            run_id="r1",
-            metric="loss",
-            layer=None,
-            axis="step",
-            first_steps=steps,
-            steps=steps,
-            positions=places,
-            values=series,
-            minimum=series,
-            maximum=series,
-        )
+        axes = {"axis": "step", "first_steps": steps, "steps": steps, "positions": [*map(float, steps)]}
+        values = dict.fromkeys(("values", "minimum", "maximum"), series)
+        more["series"] = wire.Series(run_id="r1", metric="loss", layer=None, **axes, **values)
     spans = [Span(first, first + 200, values or {}) for first, values in ((400, before), (600, after))]
     return IncidentEvidence(incident, run, 900, before=spans[0], after=spans[1], **more)
 
 
+def since(values, **more):
+    """Values that were not reported before."""
+    return evidence({}, values, **more)
+
+
 def run_with(**more):
     return msgspec.structs.replace(RUN, **more)
+
+
+def running(**more):
+    return evidence(run=run_with(**more))
 
 
 def watched(**more):
@@ -103,154 +103,113 @@ def tokens(before, after):
 
 
 def scaled(then, newest):
-    return evidence(
-        {},
-        {"skipped_steps": then},
-        run=run_with(scalars={"skipped_steps": wire.LoggedScalar(step=1000, value=newest)}),
-    )
+    scalars = {"skipped_steps": wire.LoggedScalar(step=1000, value=newest)}
+    return since({"skipped_steps": then}, run=run_with(scalars=scalars))
 
 
 def mismatch(step, **more):
     return evidence(events=[wire.Event(event=1, time=0.0, kind="replica_mismatch", text="", step=step)], **more)
 
 
+def warming_up(rises):
+    return evidence({"learning_rate": 0.5}, RATE, rising={"learning_rate": rises})
+
+
+def gap(margin, norm=1.0):
+    return {"half_ulp_margin": margin, "intended_norm": norm}
+
+
+def edq_up_to(high):
+    return since({"edq_ratio_high": high})
+
+
 LAYERS = {f"blocks.{place}.mlp.weight": {"edq_ratio": 1.0, "update_to_weight_ratio": 1e-3} for place in range(4)}
-STILL_NORM = LAYERS | {"blocks.0.norm.weight": {"edq_ratio": 0.0, "update_to_weight_ratio": 1e-9}}
-STILL_MLP = LAYERS | {"blocks.9.mlp.weight": {"edq_ratio": 0.0, "update_to_weight_ratio": 1e-3}}
+STILL_NORM = evidence(layers=LAYERS | {"blocks.0.norm.weight": {"edq_ratio": 0.0, "update_to_weight_ratio": 1e-9}})
+STILL_MLP = evidence(layers=LAYERS | {"blocks.9.mlp.weight": {"edq_ratio": 0.0, "update_to_weight_ratio": 1e-3}})
 RATE = {"learning_rate": 1.0}
-GAP = {"half_ulp_margin": 2.0, "intended_norm": 1.0}
+WINDOW = {"labels": {"window": "64"}}
+RESTARTED_TWICE = {"oracle_restarts": 2.0}
+NAN, WRITES, RESTARTS = {"nonfinite_params": 3.0}, {"external_writes": 3.0}, {"oracle_restarts": 1.0}
+AGAIN = run_with(attempts=[BEGUN, resumed_at(500)])
 BREACH = wire.Breach(expectation="weights", text="expected weights in float32", step=1)
 LOSS = wire.ResumeLoss(kind="masters", text="masters are gone", step=501)
+NOTHING = evidence()
+OPEN, OF_THE_SERVER = (None, None, NOTHING), (None, None, evidence(run=None))
+RATE_FELL = (since({"learning_rate": 0.01}, highest=RATE), since(RATE, highest=RATE), NOTHING)
 CASES = {
-    ("CollageEdqDrop", 0): (evidence(RATE, {"learning_rate": 0.1}), evidence(RATE, RATE), evidence()),
-    ("CollageEdqDrop", 1): (
-        evidence({}, {"residual_dropped_ratio": 0.9}, run=run_with(attempts=RESUMED)),
-        evidence(),
-        evidence(run=run_with(attempts=RESUMED)),
-    ),
-    ("CollageEdqDrop", 2): (
-        evidence(GAP, {"half_ulp_margin": 1.0, "intended_norm": 1.0}),
-        evidence(GAP, {"half_ulp_margin": 1.0, "intended_norm": 0.5}),
-        evidence(GAP, {}),
-    ),
-    ("CollageEdqLow", 0): (
-        evidence({"learning_rate": 0.5}, RATE, rising={"learning_rate": True}),
-        evidence({"learning_rate": 0.5}, RATE, rising={"learning_rate": False}),
-        evidence(RATE, {}),
-    ),
-    ("CollageEdqLow", 1): (
-        evidence({}, {"edq_ratio_high": 0.95}),
-        evidence({}, {"edq_ratio_high": 0.85}),
-        evidence({}, {"edq_ratio": 0.8}),
-    ),
+    ("CollageEdqDrop", 0): (evidence(RATE, {"learning_rate": 0.1}), evidence(RATE, RATE), NOTHING),
+    ("CollageEdqDrop", 1): (since({"residual_dropped_ratio": 0.9}, run=AGAIN), NOTHING, evidence(run=AGAIN)),
+    ("CollageEdqDrop", 2): (evidence(gap(2.0), gap(1.0)), evidence(gap(2.0), gap(1.0, 0.5)), evidence(gap(2.0))),
+    ("CollageEdqLow", 0): (warming_up(True), warming_up(False), evidence(RATE)),
+    ("CollageEdqLow", 1): (edq_up_to(0.95), edq_up_to(0.85), since({"edq_ratio": 0.8})),
     ("CollageUpdatesLost", 0): (
         evidence(run=fingerprint(stochastic_rounding=True)),
         evidence(run=fingerprint(stochastic_rounding=False)),
-        evidence(),
+        NOTHING,
     ),
-    ("CollageUpdatesLost", 1): (
-        evidence({}, {"learning_rate": 0.01}, highest=RATE),
-        evidence({}, RATE, highest=RATE),
-        evidence(),
-    ),
-    ("CollageWindowUpdatesLost", 0): (
-        evidence({}, {"half_ulp_margin": -9.0}, labels={"window": "64"}),
-        evidence({}, {"half_ulp_margin": -1.0}, labels={"window": "64"}),
-        evidence({}, {"half_ulp_margin": -1.0}),
-    ),
-    ("CollageWindowUpdatesLost", 1): (
-        evidence({}, {"learning_rate": 0.01}, highest=RATE),
-        evidence({}, RATE, highest=RATE),
-        evidence(),
-    ),
-    ("CollageLayersStandStill", 0): (evidence(layers=STILL_NORM), evidence(layers=STILL_MLP), evidence()),
-    ("CollageLayersStandStill", 1): (evidence(layers=STILL_NORM), evidence(layers=STILL_MLP), evidence()),
-    ("CollageOracleDrift", 0): (
-        evidence({}, {"oracle_steps": 100.0}),
-        evidence({}, {"oracle_steps": 800.0}),
-        evidence(),
-    ),
-    ("CollageOracleDrift", 1): (
-        evidence({"oracle_restarts": 1.0}, {"oracle_restarts": 2.0}),
-        evidence({"oracle_restarts": 1.0}, {"oracle_restarts": 1.0}),
-        evidence(),
-    ),
+    ("CollageUpdatesLost", 1): RATE_FELL,
+    ("CollageWindowUpdatesLost", 0): (since(gap(-9.0), **WINDOW), since(gap(-1.0), **WINDOW), since(gap(-1.0))),
+    ("CollageWindowUpdatesLost", 1): RATE_FELL,
+    ("CollageLayersStandStill", 0): (STILL_NORM, STILL_MLP, NOTHING),
+    ("CollageLayersStandStill", 1): (STILL_NORM, STILL_MLP, NOTHING),
+    ("CollageOracleDrift", 0): (since({"oracle_steps": 100.0}), since({"oracle_steps": 800.0}), NOTHING),
+    ("CollageOracleDrift", 1): (evidence(RESTARTS, RESTARTED_TWICE), evidence(RESTARTS, RESTARTS), NOTHING),
     ("CollageExpectationBroken", 0): (None, None, evidence(run=watched(broken=[BREACH]))),
     ("CollageExpectationBroken", 1): (
         evidence(run=watched(observed_strategy="unknown")),
         evidence(run=watched(observed_strategy="plain")),
-        evidence(run=run_with(watch=None)),
+        running(watch=None),
     ),
     ("CollageResumeLoss", 0): (None, None, evidence(run=watched(resume_losses=[LOSS]))),
-    ("CollageResumeLoss", 1): (
-        evidence({}, {}, run=converted(after=500)),
-        evidence({}, {}, run=converted(after=5)),
-        evidence(),
-    ),
+    ("CollageResumeLoss", 1): (since({}, run=converted(after=500)), since({}, run=converted(after=5)), NOTHING),
     ("CollageSecondMomentStuck", 0): (
         evidence({"grad_norm": 1.0}, {"grad_norm": 2.0}),
         evidence({"grad_norm": 1.0}, {"grad_norm": 1.2}),
-        evidence(),
+        NOTHING,
     ),
-    ("CollageResidualsOff", 0): (None, evidence(), evidence(run=run_with(attempts=RESUMED))),
-    ("CollageResidualsOff", 1): (
-        evidence({"external_writes": 0.0}, {"external_writes": 3.0}),
-        evidence({"external_writes": 3.0}, {"external_writes": 3.0}),
-        evidence(),
-    ),
+    ("CollageResidualsOff", 0): (None, NOTHING, evidence(run=AGAIN)),
+    ("CollageResidualsOff", 1): (evidence({"external_writes": 0.0}, WRITES), evidence(WRITES, WRITES), NOTHING),
     ("CollageResidualsOff", 2): (
         evidence(run=converted(after=500)),
         evidence({"residual_zero_ratio": 0.0}, {"residual_zero_ratio": 1.0}),
-        evidence(),
+        NOTHING,
     ),
-    ("CollageDecayLost", 0): (
-        evidence({}, {"learning_rate": 0.01}, highest=RATE),
-        evidence({}, RATE, highest=RATE),
-        evidence(),
-    ),
+    ("CollageDecayLost", 0): RATE_FELL,
     ("CollageNotFinite", 0): (
-        evidence({"nonfinite_params": 3.0}, {"nonfinite_params": 3.0}, metric="nonfinite_params"),
-        evidence({"nonfinite_params": 0.0}, {"nonfinite_params": 3.0}, metric="nonfinite_params"),
-        evidence(),
+        evidence(NAN, NAN, metric="nonfinite_params"),
+        evidence({"nonfinite_params": 0.0}, NAN, metric="nonfinite_params"),
+        NOTHING,
     ),
-    ("CollageAverageOff", 0): (None, None, evidence()),
-    ("CollageReplicaMismatch", 0): (mismatch(10), mismatch(500), evidence()),
-    ("CollageReplicaMismatch", 1): (None, None, evidence()),
-    ("CollageExternalWrites", 0): (None, None, evidence()),
-    ("CollageExternalWrites", 1): (None, None, evidence()),
+    ("CollageReplicaMismatch", 0): (mismatch(10), mismatch(500), NOTHING),
     ("CollageGradientExploding", 0): (tokens(10, 20), None, tokens(10, 10)),
-    ("CollageGradientExploding", 1): (tokens(10, 20), tokens(10, 10), evidence()),
-    ("CollageGradientVanishing", 0): (evidence({}, {"loss": 1e-4}), evidence({}, {"loss": 2.0}), evidence()),
-    ("CollageGradientVanishing", 1): (None, None, evidence()),
-    ("CollageLossUnstable", 0): (tokens(10, 20), None, evidence()),
-    ("CollageLossUnstable", 1): (None, None, evidence()),
+    ("CollageGradientExploding", 1): (tokens(10, 20), tokens(10, 10), NOTHING),
+    ("CollageGradientVanishing", 0): (since({"loss": 1e-4}), since({"loss": 2.0}), NOTHING),
+    ("CollageLossUnstable", 0): (tokens(10, 20), None, NOTHING),
     ("CollageLossNotFinite", 0): (
         evidence(series=[2.0, "NaN", 2.0]),
         evidence(series=[2.0, "NaN", "NaN"]),
         evidence(series=[2.0, 2.0]),
     ),
-    ("CollageStepsSkipped", 0): (scaled(30.0, 31.0), scaled(30.0, 90.0), evidence()),
-    ("CollageRunStalled", 0): (
-        evidence(),
-        evidence(run=run_with(attempts=RESUMED)),
-        evidence(run=run_with(last_step=900)),
-    ),
-    ("CollageRunStalled", 1): (
-        evidence(run=run_with(updated_at=1e6)),
-        evidence(),
-        evidence(run=run_with(last_step=None)),
-    ),
-    ("CollageRunWithoutData", 0): (None, evidence(), evidence(run=run_with(watch=None))),
-    ("CollageRunWithoutData", 1): (evidence(), None, evidence(run=run_with(latest={}))),
-    ("CollageAgentOverBudget", 0): (evidence(run=watched(sample="all")), None, evidence()),
-    ("CollageReportsDropped", 0): (None, None, evidence()),
-    ("CollageIngestFailing", 0): (None, None, evidence(run=None)),
-    ("CollageAlertsNotEvaluated", 0): (None, None, evidence()),
-    ("CollageDiskNearlyFull", 0): (None, None, evidence(run=None)),
-    ("CollageArchiveAway", 0): (None, None, evidence(run=None)),
-    ("CollageArchiveDamaged", 0): (None, None, evidence(run=None)),
-    ("CollageDatabaseDamaged", 0): (None, None, evidence(run=None)),
-    ("CollageBackupOld", 0): (None, None, evidence(run=None)),
+    ("CollageStepsSkipped", 0): (scaled(30.0, 31.0), scaled(30.0, 90.0), NOTHING),
+    ("CollageRunStalled", 0): (NOTHING, evidence(run=AGAIN), running(last_step=900)),
+    ("CollageRunStalled", 1): (running(updated_at=1e6), NOTHING, running(last_step=None)),
+    ("CollageRunWithoutData", 0): (None, NOTHING, running(watch=None)),
+    ("CollageRunWithoutData", 1): (NOTHING, None, running(latest={})),
+    ("CollageAgentOverBudget", 0): (evidence(run=watched(sample="all")), None, NOTHING),
+    ("CollageAverageOff", 0): OPEN,
+    ("CollageReplicaMismatch", 1): OPEN,
+    ("CollageExternalWrites", 0): OPEN,
+    ("CollageExternalWrites", 1): OPEN,
+    ("CollageGradientVanishing", 1): OPEN,
+    ("CollageLossUnstable", 1): OPEN,
+    ("CollageReportsDropped", 0): OPEN,
+    ("CollageAlertsNotEvaluated", 0): OPEN,
+    ("CollageIngestFailing", 0): OF_THE_SERVER,
+    ("CollageDiskNearlyFull", 0): OF_THE_SERVER,
+    ("CollageArchiveAway", 0): OF_THE_SERVER,
+    ("CollageArchiveDamaged", 0): OF_THE_SERVER,
+    ("CollageDatabaseDamaged", 0): OF_THE_SERVER,
+    ("CollageBackupOld", 0): OF_THE_SERVER,
 }
 """(alert, place of the cause) → evidence for it, against it, and some that decides nothing; None: there is none."""
 
@@ -278,17 +237,6 @@ def test_a_cause_is_supported_ruled_out_or_left_open(name, place):
 def test_nothing_reported_decides_no_cause(name):
     found = ALERTS[name].cause_verdicts(IncidentEvidence(evidence().incident))
     assert [verdict.holds for _, verdict in found] == [None] * len(found)
-
-
-def test_what_older_events_would_tell_is_left_open_where_they_are_left_out():
-    entry = ALERTS["CollageReplicaMismatch"]
-    assert [entry.cause_verdicts(mismatch(step, older_events=7))[0][1].holds for step in (10, 500)] == [True, None]
-
-
-def test_layers_that_are_rounded_differently_leave_open_whether_rounding_is_random():
-    seen = fingerprint(layer_rounds_at_random={"0.weight": True, "2.weight": False})
-    verdict = ALERTS["CollageUpdatesLost"].cause_verdicts(evidence(run=seen))[0][1]
-    assert (verdict.holds, verdict.because) == (None, "some layers round at random, others to nearest")
 
 
 def test_every_metric_that_a_check_compares_is_read():
@@ -336,30 +284,25 @@ def test_a_constant_rate_whose_means_are_rounded_differently_does_not_rise():
     assert _rises(rate * 399, rate * 400)
 
 
-def test_an_evaluation_that_is_logged_later_is_no_restart():
-    assert restarted(evidence(run=run_with(attempts=RESUMED))) is not None
-    assert restarted(evidence(run=run_with(attempts=EVALUATED))) is None
-
-
-def weighed(name, place, found):
-    return ALERTS[name].checks[place](found).holds
-
-
-def test_what_holds_of_some_of_the_layers_does_not_hold_of_all():
-    layers = {"norm.weight": {"edq_ratio": 0.0}, "fc.weight": {"edq_ratio": 0.0}}
-    assert weighed("CollageLayersStandStill", 0, evidence({}, {}, layers=layers)) is False
-    rounded = fingerprint(stochastic_rounding=True, layer_rounds_at_random={"a": True, "b": False})
-    assert weighed("CollageUpdatesLost", 0, evidence({}, {}, run=rounded)) is True
-
-
 SMALL_STANDING = {name: {"edq_ratio": 0.0, "update_to_weight_ratio": 1e-9} for name in ("a", "b", "c")}
+
+
+STANDING = {name: {"edq_ratio": 0.0} for name in ("norm.weight", "fc.weight")}
+HALF_AT_RANDOM = {"layer_rounds_at_random": {"a": True, "b": False}}
 
 
 @pytest.mark.parametrize(
     ("name", "place", "found", "holds"),
     [
-        ("CollageOracleDrift", 0, evidence({}, {"oracle_steps": 799.0}), False),
-        ("CollageOracleDrift", 0, evidence({}, {"oracle_steps": 798.0}), True),
+        # What holds of some of the layers does not hold of all, and leaves open what nothing else tells.
+        ("CollageLayersStandStill", 0, evidence(layers=STANDING), False),
+        ("CollageUpdatesLost", 0, evidence(run=fingerprint(**HALF_AT_RANDOM)), None),
+        ("CollageUpdatesLost", 0, evidence(run=fingerprint(stochastic_rounding=True, **HALF_AT_RANDOM)), True),
+        # Older events that are left out might tell.
+        ("CollageReplicaMismatch", 0, mismatch(10, older_events=7), True),
+        ("CollageReplicaMismatch", 0, mismatch(500, older_events=7), None),
+        ("CollageOracleDrift", 0, since({"oracle_steps": 799.0}), False),
+        ("CollageOracleDrift", 0, since({"oracle_steps": 798.0}), True),
         ("CollageLayersStandStill", 1, evidence(layers=SMALL_STANDING | LAYERS), True),
         ("CollageLayersStandStill", 1, evidence(layers=SMALL_STANDING), None),
         ("CollageResidualsOff", 2, evidence(run=converted(after=399)), True),
@@ -374,7 +317,7 @@ SMALL_STANDING = {name: {"edq_ratio": 0.0, "update_to_weight_ratio": 1e-9} for n
 )
 def test_what_stands_at_an_edge(name, place, found, holds):
     """The first and last step of the spans, the rest of the layers alone, nothing left, fewer as well as more."""
-    assert weighed(name, place, found) is holds
+    assert ALERTS[name].checks[place](found).holds is holds
 
 
 def test_what_is_below_zero_rises_by_a_share_of_its_size():
@@ -386,17 +329,15 @@ def test_what_is_below_zero_rises_by_a_share_of_its_size():
     ("begun", "attempt"), [([], None), ([400], None), ([401], 2), ([900], 2), ([901], None), ([500, 700], 3)]
 )
 def test_the_newest_restart_after_the_first_step_before_and_up_to_the_alert_counts(begun, attempt):
-    later = [
-        msgspec.structs.replace(RESUMED[1], attempt=number, first_step=step, measured_from=step)
-        for number, step in enumerate(begun, start=2)
-    ]
-    found = restarted(evidence(run=run_with(attempts=[*RUN.attempts, *later])))
+    later = [resumed_at(step, attempt) for attempt, step in enumerate(begun, start=2)]
+    found = restarted(running(attempts=[BEGUN, *later]))
     assert (found and found.attempt) == attempt
 
 
-def test_a_run_that_began_late_was_not_restarted_and_tokens_are_counted_a_step():
-    begun = [msgspec.structs.replace(RUN.attempts[0], measured_from=500)]
-    assert restarted(evidence({}, {}, run=run_with(attempts=begun))) is None
+def test_what_only_logs_and_a_run_that_began_late_were_not_restarted():
+    logs = msgspec.structs.replace(resumed_at(500), measured_from=None)
+    for attempts in ([BEGUN, logs], [msgspec.structs.replace(BEGUN, measured_from=500)]):
+        assert restarted(running(attempts=attempts)) is None
     assert causes.tokens_a_step(tokens(512, 1024)) == (512, 1024)
 
 

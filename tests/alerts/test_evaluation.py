@@ -45,50 +45,50 @@ def test_a_time_scale_shortens_it_alike():
     assert spans("CollageEdqLow", 1 / 60) == [("sick", *fires("CollageEdqLow"))]
 
 
-def evaluated(condition, values, window=600.0):
-    """What the condition measures at the last of the values, one a minute; None where it does not hold."""
-    entry = Alert("A", "", window, 0.0, 0, "info", "", "", (), "", conditions=(condition,), keep_firing_seconds=0.0)
-    evaluation, found = Evaluation([entry]), None
+def alert(*conditions, window=0.0, wait=0.0, warm_up=0, **more):
+    return Alert("A", "", window, wait, warm_up, "info", "", "", (), "", conditions=conditions, **more)
+
+
+def changes_of(entry, values, others=()):
+    """(minute, whether it begins to fire, what the condition measures), of values of the series s, one a minute."""
+    evaluation, found = Evaluation([entry]), []
     for minute, value in enumerate(values):
-        samples = [] if value is None else [Sample("s", RUN, value)]
-        changes = evaluation.observe(60.0 * minute, samples)
-        found = changes[0].value if changes and changes[0].firing else None
+        samples = [*others, *([] if value is None else [Sample("s", RUN, value)])]
+        found += [(minute, own.firing, own.value) for own in evaluation.observe(60.0 * minute, samples)]
     return found
 
 
-def test_deviations_are_robust_and_a_series_without_noise_does_not_alarm():
-    deviations = Condition("s", ">", 8.0, "deviations")
-    noisy = [1.0, 1.1, 0.9, 1.05, 0.95] * 4
-    assert evaluated(deviations, [*noisy, 1.2]) is None
-    assert evaluated(deviations, [*noisy, 9.0, 1.0]) is None
-    assert evaluated(deviations, [*noisy, 9.0]) > 8.0
-    assert evaluated(deviations, [*[1.0] * 20, 1.01]) is None
-    assert evaluated(deviations, [*[0.0] * 20, 1.0]) == math.inf
+NOISY = [1.0, 1.1, 0.9, 1.05, 0.95] * 4
 
 
-def test_growth_counts_from_nothing_and_forgets_what_is_old():
-    growth = Condition("s", ">", 0.0, "growth")
-    assert evaluated(growth, [None, None, 3.0]) == 3.0
-    assert evaluated(growth, [3.0] * 20 + [5.0]) == 2.0
-    assert evaluated(growth, [5.0] * 12 + [1.0]) is None
-
-
-def test_growth_before_the_first_round_is_none_of_it():
-    growth = Condition("s", ">", 0.0, "growth")
-    assert evaluated(growth, [3.0]) is None
-    assert evaluated(growth, [3.0] * 5) is None
-    assert evaluated(growth, [3.0, 3.0, 5.0]) == 2.0
+@pytest.mark.parametrize(
+    ("measure", "threshold", "values", "measured"),
+    [
+        # Deviations are robust, and a series without noise does not alarm.
+        ("deviations", 8.0, [*NOISY, 1.2], None),
+        ("deviations", 8.0, [*NOISY, 9.0, 1.0], None),
+        ("deviations", 8.0, [*NOISY, 9.0], pytest.approx(77.9, abs=0.1)),
+        ("deviations", 8.0, [*[1.0] * 20, 1.01], None),
+        ("deviations", 8.0, [*[0.0] * 20, 1.0], math.inf),
+        # Growth counts from nothing, forgets what is old, and before the first round there is none of it.
+        ("growth", 0.0, [None, None, 3.0], 3.0),
+        ("growth", 0.0, [3.0] * 20 + [5.0], 2.0),
+        ("growth", 0.0, [5.0] * 12 + [1.0], None),
+        ("growth", 0.0, [3.0], None),
+        ("growth", 0.0, [3.0] * 5, None),
+        ("growth", 0.0, [3.0, 3.0, 5.0], 2.0),
+    ],
+)
+def test_what_a_condition_measures_at_the_last_of_the_values(measure, threshold, values, measured):
+    entry = alert(Condition("s", ">", threshold, measure), window=600.0, keep_firing_seconds=0.0)
+    found = [value for minute, firing, value in changes_of(entry, values) if firing and minute == len(values) - 1]
+    assert found == ([] if measured is None else [measured])
 
 
 def test_the_newest_within_the_window_counts_however_old():
-    recent = Condition("s", ">", 0.5, "recent")
-    entry = Alert("A", "", 600.0, 300.0, 0, "info", "", "", (), "", conditions=(recent,), keep_firing_seconds=0.0)
-    evaluation = Evaluation([entry])
-    firing = []
-    for minute, value in enumerate([0.9, *[None] * 12]):
-        given = [Sample("collage_step", RUN, 1.0), *([] if value is None else [Sample("s", RUN, value)])]
-        firing += [(minute, change.firing) for change in evaluation.observe(60.0 * minute, given)]
-    assert firing == [(5, True), (11, False)]
+    entry = alert(Condition("s", ">", 0.5, "recent"), window=600.0, wait=300.0, keep_firing_seconds=0.0)
+    found = changes_of(entry, [0.9, *[None] * 12], [Sample("collage_step", RUN, 1.0)])
+    assert [(minute, firing) for minute, firing, _ in found] == [(5, True), (11, False)]
 
 
 def test_what_was_shown_under_another_strategy_is_not_recent():
@@ -112,6 +112,7 @@ def test_an_alert_that_fired_before_a_restart_is_taken_over():
     assert (ended.firing, ended.since, ended.value) == (False, 0.0, 2.0)
 
 
+STANDING = {"alert": "CollageEdqLow", "key": "edq_ratio"}
 NAMED = {"project": "p", "run": "a", "run_id": "r", "strategy": "plain"}
 
 
@@ -143,9 +144,6 @@ def test_a_rename_is_no_growth():
     evaluation = Evaluation([ALERTS["CollageExternalWrites"]])
     assert evaluation.observe(0.0, sampled("collage_external_writes", 3.0)) == []
     assert evaluation.observe(15.0, sampled("collage_external_writes", 3.0, run="b")) == []
-
-
-STANDING = {"alert": "CollageEdqLow", "key": "edq_ratio"}
 
 
 def test_what_fired_before_a_restart_goes_on_under_another_name():
@@ -191,8 +189,7 @@ def test_a_finding_that_need_wake_nobody_fires_nothing():
     [(100.0, None, False), (101.0, None, True), (500.0, 49.0, False), (500.0, 50.0, True)],
 )
 def test_a_run_is_judged_after_its_warm_up_and_once_it_has_settled(step, since_resume, fires):
-    condition = Condition("s", ">", 0.5)
-    entry = Alert("A", "", 0.0, 0.0, 100, "info", "", "", (), "", conditions=(condition,), settle_steps=50)
+    entry = alert(Condition("s", ">", 0.5), warm_up=100, settle_steps=50)
     given = [Sample("s", RUN, 1.0), Sample("collage_step", RUN, step)]
     given += [] if since_resume is None else [Sample("collage_steps_since_resume", RUN, since_resume)]
     assert bool(Evaluation([entry]).observe(0.0, given)) is fires
@@ -201,29 +198,23 @@ def test_a_run_is_judged_after_its_warm_up_and_once_it_has_settled(step, since_r
 @pytest.mark.parametrize(("last", "fires"), [(899.0, False), (900.0, True)])
 def test_a_value_is_seen_for_less_than_five_minutes(last, fires):
     """Where no rounds took place no series ended: a value five minutes older than the window is not known."""
-    growth = Condition("s", ">", 4.0, "growth")
-    evaluation = Evaluation([Alert("A", "", 300.0, 0.0, 0, "info", "", "", (), "", conditions=(growth,))])
+    evaluation = Evaluation([alert(Condition("s", ">", 4.0, "growth"), window=300.0)])
     evaluation.observe(0.0, [])
     found = [evaluation.observe(time, [Sample("s", RUN, value)]) for time, value in ((300.0, 3.0), (last, 5.0))]
     assert [bool(changes) for changes in found] == [False, fires]
 
 
 def test_an_alert_ends_so_long_after_its_condition_held_last():
-    condition = Condition("s", ">", 0.5)
-    entry = Alert("A", "", 0.0, 0.0, 0, "info", "", "", (), "", conditions=(condition,), keep_firing_seconds=120.0)
-    evaluation, found = Evaluation([entry]), []
-    for minute, value in enumerate([1.0, 0.0, 1.0, 0.0, 0.0, 0.0]):
-        changes = evaluation.observe(60.0 * minute, [Sample("s", RUN, value)])
-        found += [(minute, change.firing) for change in changes]
-    assert found == [(0, True), (5, False)]
+    entry = alert(Condition("s", ">", 0.5), keep_firing_seconds=120.0)
+    found = changes_of(entry, [1.0, 0.0, 1.0, 0.0, 0.0, 0.0])
+    assert [(minute, firing) for minute, firing, _ in found] == [(0, True), (5, False)]
 
 
 def test_nan_is_less_than_any_number_and_the_first_recorded_gauge_counts():
     assert quantile([3.0, math.nan, 1.0], 1.0) == 3.0
     assert quantile([3.0, math.nan, 1.0], 0.75) == 2.0
     assert math.isnan(quantile([3.0, 1.0, math.nan], 0.0))
-    recorded = Condition("collage:grad_norm", ">", 0.0)
-    entry = Alert("A", "", 0.0, 0.0, 0, "info", "", "", (), "", conditions=(recorded,))
+    entry = alert(Condition("collage:grad_norm", ">", 0.0))
     gauges = [Sample(f"collage_grad_norm{end}", RUN, value) for end, value in (("_unclipped", 7.0), ("", 1.0))]
     for given in (gauges, gauges[::-1]):
         assert [change.value for change in Evaluation([entry]).observe(0.0, given)] == [7.0]

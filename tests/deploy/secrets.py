@@ -39,14 +39,8 @@ class Secrets:
         }
 
     def run(self, stage, **environment):
-        return subprocess.run(
-            ["sh", SCRIPT, stage],
-            env=self._environment | environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE_SECONDS,
-        )
+        told = {"env": self._environment | environment, "timeout": PATIENCE_SECONDS}
+        return subprocess.run(["sh", SCRIPT, stage], **told, capture_output=True, text=True, check=False)
 
     def files(self):
         return {

@@ -13,7 +13,7 @@ from collage_server.settings import Settings, settings_from_environment
 
 from collage_monitor.alerts import ALERTS
 from tests.forking import SERVER, run_command
-from tests.system import require
+from tests.system import is_content
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -177,14 +177,7 @@ def test_what_is_mounted_from_here_is_here():
 
 @pytest.mark.prometheus
 def test_amtool_is_content_and_prometheus_finds_it():
-    done = subprocess.run(
-        [require("amtool"), "check-config", ROOT / "server/prometheus/alertmanager.yml"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    is_content("amtool", "check-config", ROOT / "server/prometheus/alertmanager.yml")
     told = yaml.safe_load((ROOT / "server/prometheus/prometheus.yml").read_text())
     assert told["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] == ["alertmanager:9093"]
 
@@ -194,14 +187,7 @@ def test_every_query_of_grafana_s_dashboard_asks_for_what_is_exported(tmp_path):
     """promtool reads each as a rule; each name is one of /metrics or of the recording rules."""
     rules = [{"record": f"asked:{place}", "expr": query} for place, query in enumerate(grafana_queries())]
     (tmp_path / "asked.yml").write_text(json.dumps({"groups": [{"name": "asked", "rules": rules}]}))
-    done = subprocess.run(
-        [require("promtool"), "check", "rules", tmp_path / "asked.yml"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    is_content("promtool", "check", "rules", tmp_path / "asked.yml")
     page = (ROOT / "tests/server/exposition.txt").read_text()
     exported = set(re.findall(r"^# TYPE (\S+) ", page, re.M)) | {"collage_server_commit_seconds_bucket"}
     exported |= set(re.findall(r"record: (\S+)", (ROOT / "server/prometheus/collage.rules.yml").read_text()))

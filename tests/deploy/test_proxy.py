@@ -114,11 +114,8 @@ def test_every_client_takes_the_certificate_that_it_is_told_to_trust(tmp_path, m
         with Client(proxy.url, OWN) as client:
             assert client.tokens().tokens == []
             agents = client.create_token(wire.TokenCreate(name="agents", role="ingest", projects=None))
-        environment = {
-            "COLLAGE_SERVER_URL": proxy.url,
-            "COLLAGE_TOKEN": agents.secret,
-            "COLLAGE_DIR": str(tmp_path),
-        }
+        environment = {"COLLAGE_SERVER_URL": proxy.url, "COLLAGE_TOKEN": agents.secret}
+        environment |= {"COLLAGE_DIR": str(tmp_path)}
         assert [check.status for check in delivery_checks(environment) if check.name == "server"] == ["ok"]
         transport = HttpTransport(proxy.url, lambda: OWN, DeliveryLimits())
         assert transport.answers()
@@ -148,12 +145,9 @@ def behind(tmp_path, proxy_address):
     """The dashboard that believes this address of a proxy, behind the shipped one: a client of its port."""
     port = free_port()
     with proxied(tmp_path, **{"dashboard:7421": f"127.0.0.1:{port}"}) as proxy:
-        arguments = [
-            *command("serve", "dashboard", "--port", str(port)),
-            "--server-url",
-            f"http://127.0.0.1:{proxy.server.port}",
-        ]
-        arguments += ["--token", OWN, "--allowed-host", "monitor.example", "--trusted-proxy", proxy_address]
+        told = ("--server-url", f"http://127.0.0.1:{proxy.server.port}", "--token", OWN, "--port", port)
+        names = ("--allowed-host", "monitor.example", "--trusted-proxy", proxy_address)
+        arguments = command("serve", "dashboard", *told, *names)
         trusted = ssl.create_default_context(cafile=proxy.certificate)
         address = f"https://localhost:{proxy.ports['dashboard']}"
         with (
@@ -191,10 +185,7 @@ def test_heads_and_bodies_beyond_their_size_are_refused(tmp_path):
 
 def test_who_is_silent_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(bodies, "_PATIENCE_SECONDS", 0.2)
-    short = {
-        "client_header_timeout 10s": "client_header_timeout 1s",
-        "keepalive_timeout 10s": "keepalive_timeout 1s",
-    }
+    short = {f"{name} 10s": f"{name} 1s" for name in ("client_header_timeout", "keepalive_timeout")}
     with proxied(tmp_path, **short) as proxy:
         with proxy.connect() as half, proxy.connect() as idle:
             half.sendall(HEAD)

@@ -27,3 +27,4 @@ def served(tmp_path):
         _SESSION.run.finish(seconds=1.0)
     _SESSION.run = None
     _SESSION.waiting.clear()
+    _SESSION.averages.unwrap()

@@ -182,6 +182,8 @@ def test_a_run_of_one_step_is_told_with_that_caution():
     """ "81.8 % of updates are lost, since step 1", with an interval, was said of the first step of a warm-up."""
     found = judgement(last_step=1)
     assert found.headline == "Loses 70.0 % of its updates (EDQ 0.800) in its one measured step."
+    unknown = judgement(first_step=None, last_step=None)
+    assert unknown.headline == "Loses 70.0 % of its updates (EDQ 0.800).", "of how many is not known"
 
 
 def test_what_is_not_finite_gets_advice_of_its_own():

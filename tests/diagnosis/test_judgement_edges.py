@@ -259,7 +259,7 @@ def test_an_average_that_takes_the_rounding_errors_is_not_stuck(dtype, moved, he
 
 NO_ELEMENTS: dict = {"elements": None}
 ELEMENTS = {"elements": 10.0, "nonfinite": 0.0}
-NOTHING_AND_SOME = [wire.Trained(optimizer="AdamW"), wire.Trained(optimizer="SGD", parameters={"bfloat16": 8})]
+BOTH = [wire.Trained(optimizer="AdamW"), wire.Trained(optimizer="SGD", parameters={"bfloat16": 8})]
 
 
 @pytest.mark.parametrize(
@@ -267,13 +267,8 @@ NOTHING_AND_SOME = [wire.Trained(optimizer="AdamW"), wire.Trained(optimizer="SGD
     [
         ("No step", {}, {}, {}),
         ("No watched layer had a gradient", NO_ELEMENTS, {"fc.weight": {}}, {}),
-        (
-            "No watched layer had a gradient",
-            NO_ELEMENTS,
-            {"fc.weight": {}},
-            {"trained": NOTHING_AND_SOME},
-        ),
-        ("The optimizer steps no watched layer", NO_ELEMENTS, {"fc.weight": {}}, {"trained": NOTHING_AND_SOME[:1]}),
+        ("No watched layer had a gradient", NO_ELEMENTS, {"fc.weight": {}}, {"trained": BOTH}),
+        ("The optimizer steps no watched layer", NO_ELEMENTS, {"fc.weight": {}}, {"trained": BOTH[:1]}),
         ("None of the optimizer's tensors belongs to the model", NO_ELEMENTS, {"group0.0": {}}, {}),
         ("Only what changed is known, not what was intended", {"elements": 10.0}, {"group0.0": ELEMENTS}, {}),
         ("10 weights are NaN", {**ELEMENTS, "nonfinite_params": 10.0}, {}, {}),

@@ -250,8 +250,7 @@ def changed_in_a_launch(run):
     ],
 )
 def test_what_was_cured_is_healthy_on_the_server_and_silent(served, cured, since, sealed):
-    server, client = served
-    run = Reported(server)
+    (server, client), run = served, Reported(served[0])
     cured(run)
     if sealed:
         server.seal()
@@ -266,8 +265,7 @@ def test_what_was_cured_is_healthy_on_the_server_and_silent(served, cured, since
 
 
 def test_what_turned_sick_at_a_resume_is_told_at_its_first_step_and_alerts(served):
-    server, client = served
-    run = Reported(server)
+    client, run = served[1], Reported(served[0])
     run.launch("one", WELL, range(20, 2001, 20))
     assert run.overview().health == "healthy"
     run.launch("two", SICK, [2001])
@@ -282,8 +280,7 @@ def test_what_turned_sick_at_a_resume_is_told_at_its_first_step_and_alerts(serve
 
 def test_a_launch_without_a_measured_step_leaves_the_run_as_it_was(served):
     """It ended before its first one, or only logs: nothing newer is known of the run."""
-    server, _ = served
-    run = Reported(server)
+    server, run = served[0], Reported(served[0])
     run.launch("one", WELL, range(20, 1001, 20))
     before = run.overview()
     run.launch("two", WELL, [], begins=1001, kept_since=1001)

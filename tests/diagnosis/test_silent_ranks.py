@@ -7,49 +7,29 @@ import math
 import msgspec
 import numpy as np
 import pytest
-from collage_server.app import create_app
-from collage_server.settings import Settings
-from starlette.testclient import TestClient
 
 from collage_monitor import wire
-from collage_monitor.client import Client
 from collage_monitor.diagnosis import SilentRanks, silent_ranks
 from tests.dashboard.generated import GeneratedRun
-from tests.server.conftest import Clock, Server
 
 RANKS = 4
-
-
-@pytest.fixture
-def served(tmp_path):
-    """A server of this process with its helper, and a client that reads from it."""
-    clock = Clock()
-    app = create_app(Settings(folder=tmp_path, no_auth=True), clock=clock)
-    with TestClient(app, base_url="http://127.0.0.1") as inside:
-        server = Server(inside, clock, app)
-        yield server, Client("http://127.0.0.1", transport=server.transport())
 
 
 def train(server, steps_of, replicas=False):
     """A healthy run of four ranks, each of which measures its steps; each holds a quarter of all, or a copy."""
     made = GeneratedRun("sharded", "master-weights", steps=1000)
-    server.app.state.collage.summariser.stop(60.0)
     server.run("r1")
     server.attempt("r1")
     statistics = list(made.totals(10))
     share = np.full((len(statistics), 1), 1.0 if replicas else 1 / RANKS)
     share[statistics.index("measured_steps")] = 1.0
+    held = [(layer, [layer.elements], int(layer.elements * share.min())) for layer in made.layers]
     for rank, steps in steps_of.items():
-        layers = [
-            msgspec.structs.replace(
-                layer,
-                shape=[layer.elements],
-                elements=int(layer.elements * share.min()),
-                replica=rank if replicas else 0,
-            )
-            for layer in made.layers
+        own = [
+            msgspec.structs.replace(layer, shape=shape, elements=elements, replica=rank if replicas else 0)
+            for layer, shape, elements in held
         ]
-        told = {"layers": layers, "statistics": statistics, "watch": made.watch()}
+        told = {"layers": own, "statistics": statistics, "watch": made.watch()}
         server.stream("r1", stream_id=f"s{rank}", rank=rank, world_size=RANKS, **told)
         server.reports([of_rank(made, seq, step, share) for seq, step in enumerate(steps)], f"s{rank}")
     server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
@@ -71,33 +51,28 @@ def of_rank(made, seq, step, share):
 
 
 ALL, HALF = range(20, 1001, 20), range(20, 500, 20)
+HALVES = {0: ALL, 1: ALL, 2: HALF, 3: HALF}
 
 
-def test_two_of_four_ranks_fall_silent_and_what_they_hold_is_not_known(served):
+@pytest.mark.parametrize(
+    ("steps_of", "replicas", "health", "said"),
+    [
+        (HALVES, False, "unknown", "2 of 4 ranks report since step 500: what the others"),
+        (HALVES, True, "healthy", "; 2 of 4 ranks report since step 500."),
+        ({0: ALL, 1: ALL}, False, "unknown", "2 of 4 ranks report since step 20"),
+        ({0: ALL, 1: ALL}, True, "healthy", "2 of 4 ranks report since step 20"),
+    ],
+    ids=["shards", "copies", "shards that never spoke", "copies that never spoke"],
+)
+def test_what_silent_ranks_hold_is_not_known_unless_others_hold_copies(served, steps_of, replicas, health, said):
+    """The head says so, and the terminal the same."""
     server, client = served
-    found = train(server, {0: ALL, 1: ALL, 2: HALF, 3: HALF})
-    assert found.health == "unknown"
-    assert found.headline == "2 of 4 ranks report since step 500: what the others hold is not known."
-    assert "50.0 % of the elements" in found.text
+    found = train(server, steps_of, replicas=replicas)
+    assert found.health == health, found.text
+    assert said in found.headline
+    assert ("50.0 % of the elements" in found.text) == (not replicas)
     read = client.overview("r1", fresh=True)
-    assert (read.health, read.text) == (found.health, found.text), "the terminal says the same"
-
-
-def test_ranks_that_hold_copies_fall_silent_and_the_head_says_so(served):
-    server, client = served
-    found = train(server, {0: ALL, 1: ALL, 2: HALF, 3: HALF}, replicas=True)
-    assert found.health == "healthy", found.text
-    assert found.headline.endswith("; 2 of 4 ranks report since step 500.")
-    assert client.overview("r1", fresh=True).text == found.text
-
-
-@pytest.mark.parametrize("replicas", [False, True])
-def test_ranks_that_never_spoke_are_missed_where_the_others_hold_no_copies(served, replicas):
-    server, client = served
-    found = train(server, {0: ALL, 1: ALL}, replicas=replicas)
-    assert found.health == ("healthy" if replicas else "unknown")
-    assert "2 of 4 ranks report since step 20" in found.headline
-    assert client.overview("r1", fresh=True).text == found.text
+    assert (read.health, read.text) == (found.health, found.text)
 
 
 def test_a_report_that_is_on_its_way_is_no_silence():

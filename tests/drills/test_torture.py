@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
 
+import pytest
+from collage_server.store import ReportGroup, SqliteStore
+
+from collage_monitor import wire
 from drills.torture.__main__ import LANES, torture
 from drills.torture.ledger import RANKS, Ledger, members, report_of
 from drills.torture.verify import _compare
+from tests.server.samples import stream_create
 from tests.server.store.postgresql import programs_or_skip
 from tests.server.store.seaweed import program_or_skip
 
 pytestmark = pytest.mark.slow
 
-SHORT = {
-    "sqlite": 7,
-    "sqlite, small disk": 4,
-    "sqlite, migration": 6,
-    "postgresql": 14,
-    "sqlite, archive": 8,
-}
+SHORT = {"sqlite": 7, "sqlite, small disk": 4, "sqlite, migration": 6, "postgresql": 14, "sqlite, archive": 8}
+NOW = 1_700_000_000.0
 ARCHIVES = ("sqlite, archive", "postgresql, bucket")
 BY_DAY = ("sqlite", "sqlite, migration")
 
@@ -60,6 +60,27 @@ def test_a_point_of_half_a_report_is_told_from_whole_ones():
     assert members(360.0 / 1080.0, 3) == {0, 1, 2}
     for ratio, ranks in ((60.0 / 720.0, 2), (120.0 / 360.0 + 1e-6, 1), (420.0 / 1080.0, 3), (0.0, 1)):
         assert members(ratio, ranks) is None
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Makes an open store whose run r1 holds `reports_of(rank)`."""
+    opened, numbers = [], itertools.count()
+
+    def make(reports_of):
+        made = SqliteStore(tmp_path / f"{next(numbers)}.sqlite", stale_after_seconds=600.0)
+        made.open()
+        opened.append(made)
+        made.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
+        made.streams.create_attempt("r1", wire.AttemptCreate(launch_id="l", first_step=1), NOW)
+        for rank in range(RANKS):
+            made.streams.create_stream("r1", stream_create(f"s{rank}", "l", rank=rank, world_size=RANKS), NOW)
+            made.journal.append([ReportGroup(made.streams.stream_record(f"s{rank}"), reports_of(rank))], NOW)
+        return made
+
+    yield make
+    for entry in opened:
+        entry.close()
 
 
 def test_a_lost_and_a_doubled_report_are_found(store):

@@ -4,16 +4,14 @@ import pytest
 
 from collage_monitor.client import Client
 from collage_monitor.local import read_token
-from tests.end_to_end.servers import KillableServer
+from tests.end_to_end.servers import killable_server
 
 
 @pytest.fixture
 def server(tmp_path):
     """A real server in a process of its own, that can be killed and started again on the same port and folder."""
-    double = KillableServer(tmp_path / "data", tmp_path / "server.log")
-    double.start()
-    yield double
-    double.kill()
+    with killable_server(tmp_path) as started:
+        yield started
 
 
 @pytest.fixture

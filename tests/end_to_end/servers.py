@@ -1,6 +1,7 @@
 """A real server in a process of its own."""
 
 import json
+from contextlib import contextmanager
 
 import httpx
 
@@ -35,3 +36,14 @@ class KillableServer:
     def kill(self):
         self.process.kill()
         self.process.wait()
+
+
+@contextmanager
+def killable_server(folder):
+    """One that has started, on a folder below this one; it is killed at the end."""
+    server = KillableServer(folder / "data", folder / "server.log")
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()

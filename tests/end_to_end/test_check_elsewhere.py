@@ -29,12 +29,8 @@ def ran(words, folder, **variables):
     (programs / "collage-monitor").write_text(f'#!/bin/sh\nexec {shlex.join(command())} "$@"\n')
     (programs / "collage-monitor").chmod(0o755)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("COLLAGE_", "XDG_"))}
-    environment |= {
-        "PATH": f"{programs}:{environment['PATH']}",
-        "HOME": str(folder),
-        "OMP_NUM_THREADS": "1",
-        **variables,
-    }
+    environment |= {"PATH": f"{programs}:{environment['PATH']}", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    environment |= variables
     return subprocess.run(
         words, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
     )

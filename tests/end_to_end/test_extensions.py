@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from collage_monitor.client import Client
 from collage_monitor.local import read_token
 from tests.extensions import run_with
 
@@ -44,16 +43,15 @@ assert run.reports_dropped == dict() and run.reports_spooled == 0, (run.reports_
 """
 
 
-def test_a_server_without_the_package_leaves_the_statistic_out_and_says_so(server, tmp_path):
+def test_a_server_without_the_package_leaves_the_statistic_out_and_says_so(server, client, tmp_path):
     token = read_token(server.folder)
     script = WITHOUT.format(url=server.url, token=token, folder=tmp_path / "agent")
     done = run_with(["extension_statistic"], script, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("does not know these statistics") == 1
-    with Client(server.url, token) as client:
-        assert client.series("without", "edq_ratio").steps == [1, 4, 8, 12]
-        (stream,) = client.streams("without").streams
-        assert stream.unknown_statistics == ["sign_compared", "sign_agreement"]
-        assert "lost" in stream.statistics
-        told = [event.text for event in client.events("without").events if event.kind == "unknown_statistics"]
+    assert client.series("without", "edq_ratio").steps == [1, 4, 8, 12]
+    (stream,) = client.streams("without").streams
+    assert stream.unknown_statistics == ["sign_compared", "sign_agreement"]
+    assert "lost" in stream.statistics
+    told = [event.text for event in client.events("without").events if event.kind == "unknown_statistics"]
     assert told == ["2 statistics unknown to this server left out: sign_compared, sign_agreement"]

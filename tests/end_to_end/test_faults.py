@@ -7,8 +7,6 @@ import subprocess
 
 import pytest
 
-from collage_monitor.client import Client
-from collage_monitor.local import read_token
 from tests.agent_delivery.doubles import ServerDouble
 from tests.end_to_end.trainings import start_training, train
 from tests.forking import TRAINING, fork, run_command
@@ -58,16 +56,15 @@ def replay(url, folder):
     return run_command(TRAINING, "sync", "--server-url", url, "--dir", folder)
 
 
-def test_a_server_absent_from_the_start(server, tmp_path, undisturbed):
+def test_a_server_absent_from_the_start(server, client, undisturbed):
     outcome = train(server_url=f"http://127.0.0.1:{free_port()}", dir=server.folder, run_id="absent")
     assert unharmed(outcome, undisturbed)
     assert (outcome.result["sent"], outcome.result["spooled"], outcome.result["dropped"]) == (0, 40, {})
     sent = replay(server.url, server.folder)
     assert sent.returncode == 0, sent.stderr
     assert "40 reports sent" in sent.stdout
-    with Client(server.url, read_token(server.folder)) as client:
-        assert client.series("absent", "loss", points=1000).steps == list(range(1, 41))
-        assert client.run("absent").state == "finished"
+    assert client.series("absent", "loss", points=1000).steps == list(range(1, 41))
+    assert client.run("absent").state == "finished"
     assert "nothing waits" in replay(server.url, server.folder).stdout
 
 
@@ -86,55 +83,47 @@ def test_a_server_in_trouble(double, tmp_path, undisturbed, trouble):
     assert list(tmp_path.glob("spool/*")) == []
 
 
-def test_a_full_disk(tmp_path, undisturbed):
-    absent = f"http://127.0.0.1:{free_port()}"
-    with mounted(tmp_path / "small", "size=32k") as folder:
-        # Where nothing may be mounted, a bound on the length of files stands in.
-        bound = [] if folder else ["--file-bytes", 16_384]
-        outcome = train(*bound, server_url=absent, dir=folder or tmp_path / "data")
+@pytest.mark.parametrize(("options", "own_bytes"), [("size=32k", 16_384), ("ro,size=64k", None)])
+def test_a_folder_that_takes_little_or_nothing(tmp_path, undisturbed, options, own_bytes):
+    absent, place = f"http://127.0.0.1:{free_port()}", tmp_path / "folder"
+    with mounted(place, options) as folder:
+        # Where nothing may be mounted, a bound on the length of files stands in, and a folder without rights.
+        bound = ["--file-bytes", own_bytes] if own_bytes and folder is None else []
+        if folder is None and not own_bytes:
+            os.chmod(place, 0o500)
+        outcome = train(*bound, server_url=absent, dir=place)
     assert unharmed(outcome, undisturbed)
     assert outcome.result["dropped"].keys() == {"spool_failed"}
     assert outcome.result["spooled"] + outcome.result["dropped"]["spool_failed"] >= 40
+    assert own_bytes or (outcome.result["sent"], outcome.result["spooled"]) == (0, 0)
     assert "cannot be kept" in outcome.errors
 
 
-def test_a_read_only_folder(tmp_path, undisturbed):
-    absent = f"http://127.0.0.1:{free_port()}"
-    with mounted(tmp_path / "sealed", "ro,size=64k") as folder:
-        if folder is None:
-            os.chmod(tmp_path / "sealed", 0o500)
-        outcome = train(server_url=absent, dir=tmp_path / "sealed")
-    assert unharmed(outcome, undisturbed)
-    assert (outcome.result["sent"], outcome.result["spooled"]) == (0, 0)
-    assert outcome.result["dropped"]["spool_failed"] >= 40
-
-
-def test_kill_of_the_trainer_and_its_resumption_from_a_checkpoint(server, tmp_path, undisturbed):
+def test_kill_of_the_trainer_and_its_resumption_from_a_checkpoint(server, client, tmp_path, undisturbed):
     settings = {"server_url": server.url, "dir": server.folder, "run_id": "resumed"}
     checkpoint = tmp_path / "checkpoint.pt"
-    with Client(server.url, read_token(server.folder)) as client:
-        killed = start_training("--checkpoint", checkpoint, "--hold-at", 30, **settings)
-        assert killed.stdout is not None
-        assert "step 30\n" in iter(killed.stdout.readline, "")
-        until(lambda: (client.run("resumed").last_step or 0) >= 25, "step 25 at the server")
-        killed.kill()
-        killed.communicate()
-        assert killed.returncode == -9
-        before = client.series("resumed", "loss", points=1000)
-        outcome = train("--checkpoint", checkpoint, **settings)
-        assert unharmed(outcome, undisturbed)
-        attempts = client.run("resumed").attempts
-        assert [(attempt.attempt, attempt.first_step) for attempt in attempts] == [(1, 1), (2, 21)]
-        loss = client.series("resumed", "loss", points=1000)
-        assert before.steps == list(range(1, before.steps[-1] + 1))
-        assert before.steps[-1] >= 25
-        assert loss.steps == list(range(1, 41))
-        assert loss.values[:20] == before.values[:20]
-        first, second = client.streams("resumed").streams
-        assert (first.reports >= 25, second.reports) == (True, 20)
-        assert client.series("resumed", "edq_ratio", points=1000).steps == list(range(1, 41))
-        merged = client.compare(["resumed"], "edq_ratio").runs[0].merged
-        assert merged["sampled"] == 40 * (8 * 32 + 32 + 32 * 4 + 4)
+    killed = start_training("--checkpoint", checkpoint, "--hold-at", 30, **settings)
+    assert killed.stdout is not None
+    assert "step 30\n" in iter(killed.stdout.readline, "")
+    until(lambda: (client.run("resumed").last_step or 0) >= 25, "step 25 at the server")
+    killed.kill()
+    killed.communicate()
+    assert killed.returncode == -9
+    before = client.series("resumed", "loss", points=1000)
+    outcome = train("--checkpoint", checkpoint, **settings)
+    assert unharmed(outcome, undisturbed)
+    attempts = client.run("resumed").attempts
+    assert [(attempt.attempt, attempt.first_step) for attempt in attempts] == [(1, 1), (2, 21)]
+    loss = client.series("resumed", "loss", points=1000)
+    assert before.steps == list(range(1, before.steps[-1] + 1))
+    assert before.steps[-1] >= 25
+    assert loss.steps == list(range(1, 41))
+    assert loss.values[:20] == before.values[:20]
+    first, second = client.streams("resumed").streams
+    assert (first.reports >= 25, second.reports) == (True, 20)
+    assert client.series("resumed", "edq_ratio", points=1000).steps == list(range(1, 41))
+    merged = client.compare(["resumed"], "edq_ratio").runs[0].merged
+    assert merged["sampled"] == 40 * (8 * 32 + 32 + 32 * 4 + 4)
 
 
 def test_a_queue_that_overflows(double, tmp_path):
@@ -156,21 +145,20 @@ def test_a_queue_that_overflows(double, tmp_path):
     assert max(with_values) == 25_040
 
 
-def test_nan_and_infinity_everywhere(server):
+def test_nan_and_infinity_everywhere(server, client):
     alone = train("--unwatched", "--poison-from", 11).result["weights"]
     settings = {"server_url": server.url, "dir": server.folder, "run_id": "poisoned"}
     outcome = train("--poison-from", 11, **settings)
     assert unharmed(outcome, alone)
     assert outcome.result["dropped"] == {}
-    with Client(server.url, read_token(server.folder)) as client:
-        loss = client.series("poisoned", "loss", points=1000)
-        assert loss.steps == list(range(1, 41))
-        assert all(isinstance(value, float) for value in loss.values[:11])
-        assert set(loss.values[11:]) == {"NaN"}
-        nonfinite = client.series("poisoned", "nonfinite_grads", points=1000)
-        assert nonfinite.steps == list(range(1, 41))
-        assert nonfinite.values[:10] == [0.0] * 10
-        assert all(value not in {None, 0.0} for value in nonfinite.values[10:])
+    loss = client.series("poisoned", "loss", points=1000)
+    assert loss.steps == list(range(1, 41))
+    assert all(isinstance(value, float) for value in loss.values[:11])
+    assert set(loss.values[11:]) == {"NaN"}
+    nonfinite = client.series("poisoned", "nonfinite_grads", points=1000)
+    assert nonfinite.steps == list(range(1, 41))
+    assert nonfinite.values[:10] == [0.0] * 10
+    assert all(value not in {None, 0.0} for value in nonfinite.values[10:])
 
 
 RANKS = """
@@ -211,7 +199,7 @@ distributed.destroy_process_group()
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("trouble", ["slow", "dead"])
-def test_a_rank_in_trouble_holds_up_no_other(server, double, tmp_path, world_size, trouble):
+def test_a_rank_in_trouble_holds_up_no_other(server, client, double, tmp_path, world_size, trouble):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     double.always = "hang"
@@ -236,10 +224,8 @@ def test_a_rank_in_trouble_holds_up_no_other(server, double, tmp_path, world_siz
         assert "trained with 0 taken" in told[-1][0]
         assert double.steps() == []
     replay(server.url, server.folder)
-    with Client(server.url, read_token(server.folder)) as client:
-        streams = {stream.rank: stream for stream in client.streams("ranks").streams}
-        for rank in healthy:
-            assert streams[rank].last_step == (20 if trouble == "slow" else 15)
-            assert streams[rank].last_seq == streams[rank].reports - 1
-        if trouble == "dead":
-            assert streams[world_size - 1].last_step == 15
+    streams = {stream.rank: stream for stream in client.streams("ranks").streams}
+    for rank in healthy:
+        assert streams[rank].last_step == (20 if trouble == "slow" else 15)
+        assert streams[rank].last_seq == streams[rank].reports - 1
+    assert trouble == "slow" or streams[world_size - 1].last_step == 15

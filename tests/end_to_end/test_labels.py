@@ -16,7 +16,7 @@ from torch import nn
 from collage_monitor.client import Client
 from collage_monitor.local import read_token
 from collage_monitor.wire import from_number
-from tests.end_to_end.servers import KillableServer
+from tests.end_to_end.servers import killable_server
 
 pytestmark = pytest.mark.slow
 
@@ -37,10 +37,7 @@ CLIP = 0.05
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> Iterator[tuple[Client, str, dict]]:
     """(client, run id, the handle's summary) after a hundred clipped steps; the last one ends windows."""
-    folder = tmp_path_factory.mktemp("labels")
-    server = KillableServer(folder / "data", folder / "server.log")
-    server.start()
-    try:
+    with killable_server(tmp_path_factory.mktemp("labels")) as server:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).to(torch.bfloat16)
         optimizer = CollageAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), strategy="light")
@@ -56,8 +53,6 @@ def told(tmp_path_factory) -> Iterator[tuple[Client, str, dict]]:
         collage.finish()
         with Client(server.url, read_token(server.folder)) as client:
             yield client, run.run_id, summary
-    finally:
-        server.kill()
 
 
 @pytest.mark.parametrize("key", KEYS)

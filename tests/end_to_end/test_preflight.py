@@ -1,4 +1,5 @@
-"""`check` on programs that know nothing of us, and on runs that were: status, JUnit, report."""
+"""`check` on programs that know nothing of us, and on runs that were: status, JUnit, report; and the report on one
+that never met a server."""
 
 import json
 import sys
@@ -8,10 +9,12 @@ import collage_agent as collage
 import pytest
 import torch
 from click.testing import CliRunner
+from collage_dashboard.html_report import report as rendered
+from collage_dashboard.report_command import report
+from collage_dashboard.server_reader import Reader
 
-from collage_monitor.client import Client
 from collage_monitor.command.check import check
-from collage_monitor.local import read_token, token_path
+from collage_monitor.local import token_path
 from collage_monitor.run_history import read_forecast
 from collage_monitor.schedule import parse_schedule
 from tests.agent import training
@@ -54,7 +57,6 @@ if __name__ == "__main__":
 SICK = LOOP.format(rate=3e-5, dtype="bfloat16", steps=400, before="")
 HEALTHY = LOOP.format(rate=1e-3, dtype="float", steps=400, before="")
 CRASHING = LOOP.format(rate=1e-3, dtype="bfloat16", steps=400, before="if step == 20: raise KeyError('mine')")
-STEPLESS = "print('no optimizer here')"
 SCHEDULE = "cosine:1e-3:10:2000"
 
 
@@ -129,25 +131,27 @@ def test_a_trainer_of_hugging_face_passes_and_is_ended(python, tmp_path, capfd):
 
 def test_a_program_that_crashes_is_an_error_and_its_steps_are_judged(python, tmp_path):
     found, of = flown(python, tmp_path, CRASHING, "--fail-if", "not-finite")
-    assert of["program"]["status"] == "error"
+    assert (of["program"]["status"], of["not-finite"]["status"]) == ("error", "passed")
     assert of["program"]["text"] == "it ended with status 1; its last measured step is 20"
-    assert of["not-finite"]["status"] == "passed"
     assert (tmp_path / "report.html").is_file()
     assert len(found["runs"]) == 1
 
 
-def test_a_program_that_never_steps_is_an_error(python, tmp_path):
-    found, of = flown(python, tmp_path, STEPLESS)
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ("print('no optimizer here')", (), "it ended well; no step of a torch optimizer was measured"),
+        ("import time\ntime.sleep(1000)", ("--timeout", "1"), "it ran for 1 seconds without 40 steps"),
+    ],
+    ids=["never steps", "hangs"],
+)
+def test_a_program_without_a_step_is_an_error(python, tmp_path, text, options, said):
+    # What hangs is ended with its process, so that it must have one of its own.
+    found, of = flown(sys.executable if options else python, tmp_path, text, *options)
     assert found["runs"] == []
     assert of["program"]["status"] == "error"
-    assert of["program"]["text"] == "it ended well; no step of a torch optimizer was measured"
+    assert of["program"]["text"].startswith(said)
     assert not (tmp_path / "report.html").exists()
-
-
-def test_a_program_that_hangs_is_ended_at_its_time(tmp_path):
-    found, of = flown(sys.executable, tmp_path, "import time\ntime.sleep(1000)", "--timeout", "1")
-    assert of["program"]["text"].startswith("it ran for 1 seconds without 40 steps")
-    assert found["runs"] == []
 
 
 def test_what_cannot_be_asked_for_is_refused_before_anything_runs(tmp_path):
@@ -159,7 +163,7 @@ def test_what_cannot_be_asked_for_is_refused_before_anything_runs(tmp_path):
     assert "pass a program that the shell finds" in answer.output
 
 
-def test_over_http_the_forecast_is_that_of_the_training_itself(server):
+def test_over_http_the_forecast_is_that_of_the_training_itself(server, client):
     run = collage.init(project="p", name="foretold", server_url=server.url, dir=server.folder)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -167,8 +171,7 @@ def test_over_http_the_forecast_is_that_of_the_training_itself(server):
     training.train(model, optimizer, 120)
     own = handle.forecast("cosine:1e-2:0:2000")
     collage.finish()
-    with Client(server.url, read_token(server.folder)) as client:
-        found = read_forecast(client, run.run_id, parse_schedule("cosine:1e-2:0:2000"))
+    found = read_forecast(client, run.run_id, parse_schedule("cosine:1e-2:0:2000"))
     assert [entry.strategy for entry in found.strategies] == [entry.strategy for entry in own.strategies]
     assert found.strategies[0].onset is not None
     for there, here in zip(found.strategies, own.strategies, strict=True):
@@ -198,3 +201,28 @@ def test_runs_are_checked_on_a_server_and_on_disk(server, tmp_path):
         assert len(run["forecast"]["strategies"]) == 5
         (suite,) = ElementTree.parse(junit).getroot().iter("testsuite")
         assert (suite.get("tests"), suite.get("failures")) == (str(2 + len(also) // 2), str(failures))
+
+
+def test_an_offline_run_is_reported_and_can_still_be_sent(tmp_path, monkeypatch):
+    # A server that the environment names is not this one.
+    monkeypatch.setenv("COLLAGE_SERVER_DATABASE_URL", "postgresql://nobody@127.0.0.1:1/none")
+    monkeypatch.setenv("COLLAGE_TOKEN", "the-token-of-another-server-that-is-long-enough")
+    done = train("--steps", 20, mode="offline", dir=tmp_path, run_name="far away", every=1)
+    assert done.status == 0, done.errors
+    before = {path: path.read_bytes() for path in (tmp_path / "spool").rglob("*.spool")}
+    assert before
+    written = tmp_path / "report.html"
+    said = CliRunner().invoke(report, ["--offline", "--dir", str(tmp_path), "--output", str(written), "--json"])
+    assert said.exit_code == 0, said.output
+    assert json.loads(said.output)["runs"] == ["far away"]
+    html = written.read_text(encoding="utf-8")
+    assert "<h1>far away</h1>" in html
+    assert "finished, step 20" in html
+    assert "Updates lost by layer" in html
+    assert {path: path.read_bytes() for path in (tmp_path / "spool").rglob("*.spool")} == before
+
+
+def test_a_run_before_its_first_step_has_a_report(server, client):
+    run = collage.init(project="p", name="new", server_url=server.url, dir=server.folder)
+    collage.finish()
+    assert "no measured step yet" in rendered(Reader(lambda: client), [run.run_id])

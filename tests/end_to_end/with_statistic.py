@@ -11,39 +11,30 @@ import torch
 
 from collage_monitor.client import Client
 from collage_monitor.local import read_token
-from tests.end_to_end.servers import KillableServer
+from tests.end_to_end.servers import killable_server
 
 NAME = "sign_agreement_ratio"
 
 
 def run() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        server = KillableServer(Path(folder) / "server", Path(folder) / "server.log")
-        server.start()
-        try:
-            follow(server)
-        finally:
-            server.kill()
-
-
-def follow(server: KillableServer) -> None:
     """Train, send, read back: what the server tells is what counting element by element tells."""
-    token = read_token(server.folder)
-    run = collage.init(project="extension", server_url=server.url, token=token, dir=server.folder)
-    handle, of_model, of_layer = train()
-    collage.finish()
-    told = handle.summary()
-    assert told["model"][NAME] == of_model[12]
-    assert told["layers"]["0.weight"][NAME] == of_layer[12]
-    assert 0.5 < of_model[12] < 1
-    with Client(server.url, token) as client:
-        series = client.series(run.run_id, NAME)
-        assert dict(zip(series.steps, series.values, strict=True)) == of_model
-        layer = client.series(run.run_id, NAME, layer="0.weight")
-        assert layer.values == list(of_layer.values())
-        assert client.latest(run.run_id).model[NAME] == of_model[12]
-    headers = {"Authorization": f"Bearer {token}"}
-    answer = httpx.get(f"{server.url}/api/v1/metrics-catalogue", headers=headers, trust_env=False).json()
+    with tempfile.TemporaryDirectory() as folder, killable_server(Path(folder)) as server:
+        token = read_token(server.folder)
+        run = collage.init(project="extension", server_url=server.url, token=token, dir=server.folder)
+        handle, of_model, of_layer = train()
+        collage.finish()
+        told = handle.summary()
+        assert told["model"][NAME] == of_model[12]
+        assert told["layers"]["0.weight"][NAME] == of_layer[12]
+        assert 0.5 < of_model[12] < 1
+        with Client(server.url, token) as client:
+            series = client.series(run.run_id, NAME)
+            assert dict(zip(series.steps, series.values, strict=True)) == of_model
+            layer = client.series(run.run_id, NAME, layer="0.weight")
+            assert layer.values == list(of_layer.values())
+            assert client.latest(run.run_id).model[NAME] == of_model[12]
+        headers = {"Authorization": f"Bearer {token}"}
+        answer = httpx.get(f"{server.url}/api/v1/metrics-catalogue", headers=headers, trust_env=False).json()
     (entry,) = (entry for entry in answer["metrics"] if entry["name"] == NAME)
     assert (entry["unit"], entry["needs"]) == ("ratio", ["sign_agreement", "sign_compared"])
     assert {"sign_agreement", "sign_compared"} <= {entry["name"] for entry in answer["statistics"]}
