@@ -60,6 +60,33 @@ def says(pattern: str) -> Callable[[Check], Check]:
     return keep
 
 
+def tells(
+    pattern: str, *numbers: tuple[Callable[..., None], str], near: float = math.inf, most: float = math.inf
+) -> None:
+    """The recomputation of clauses whose numbers are metrics over the recent past.
+
+    numbers: how each reads, and its key. near: so far from 1 they are at most; most: and all below this.
+    """
+
+    def check(about: About, *told: str | None) -> None:
+        for text, (reads, key) in zip(told, numbers, strict=False):
+            value = about.the_run.metric(key, about.the_run.recent)
+            reads(text, value, key)
+            assert abs(1 - value) <= near, key
+            assert value < most, key
+
+    says(pattern)(check)
+
+
+def counts(pattern: str, true: Callable[[About], Sequence[int]]) -> None:
+    """The recomputation of clauses whose numbers are counts or steps."""
+
+    def check(about: About, *told: str | None) -> None:
+        assert [step_of(text or "0") for text in told] == list(true(about)), told
+
+    says(pattern)(check)
+
+
 def check_clause(about: About, text: str) -> None:
     """Recompute what the clause claims.
 
@@ -152,6 +179,7 @@ def now_of(run: RawRun) -> list[int]:
     return run.recent[-5:]
 
 
+INTERVALS = r"(?:, (?:with )?95 % intervals?)?(?: (?:newest step|now) .+)?"
 SINCE = rf"(?:, (from the start)|, since step {STEP}|, since the first measured step \({STEP}\))?"
 
 
@@ -227,17 +255,27 @@ def scalar_not_finite(about: About, name: str, since: str) -> None:
     assert bad == [step for step in sorted(logged) if step >= bad[0]]
 
 
-@says(rf"{NUMBER} weights are not finite{SINCE}")
-def weights_are_not_finite(about: About, count: str, *_since: str | None) -> None:
-    assert_shown(count, about.the_run.metric("nonfinite_params", about.the_run.recent))
-
-
-@says(rf"the average loses {PERCENT}")
-def average_is_off(about: About, lost: str) -> None:
-    assert_share(lost, about.the_run.metric("average_lost_ratio", about.the_run.recent))
-
-
 # --- The verdict's reasons ---
+
+counts(
+    rf"over steps {STEP} to {STEP}{INTERVALS}", lambda about: (about.the_run.recent[0], about.the_run.recent[-1])
+)
+tells(rf"{NUMBER} weights are not finite{SINCE}", (assert_shown, "nonfinite_params"))
+tells(rf"updates arrive \(EDQ {NUMBER}\)", (assert_shown, "edq_ratio"), near=TOLERANCE)
+tells(rf"the oracle agrees \({NUMBER}\)", (assert_shown, "edq_oracle_ratio"), near=TOLERANCE)
+tells(rf"weight decay moves next to nothing \({PERCENT} of it is kept\)", (assert_share, "decay_ratio"))
+tells(rf"the average loses {PERCENT}", (assert_share, "average_lost_ratio"))
+tells(
+    rf"the average of the weights loses its updates: its EDQ is {NUMBER}, {PERCENT} of them are rounded away, "
+    rf"{PERCENT} of its elements ever moved",
+    (assert_shown, "average_edq_ratio"),
+    (assert_share, "average_lost_ratio"),
+    (assert_share, "average_moved_ratio"),
+)
+for state in ("exp_avg", "exp_avg_sq"):
+    decrement = (assert_shown, f"state_decrement_ratio/{state}")
+    tells(rf"the state {state} does not decay as it should \({NUMBER}\)", decrement, most=0.9)
+    tells(rf"{state} decays as it should \({NUMBER}\)", decrement, near=0.1)
 
 
 @says(rf"{PERCENT}(?: \({PERCENT} now\))? of the updates are rounded away")
@@ -269,39 +307,6 @@ def layers_of_all_lose(about: About, count: str, of: str, share: str) -> None:
     assert_share(share, about.the_run.share_of_elements(losing))
 
 
-@says(rf"the state (\w+) does not decay as it should \({NUMBER}\)")
-def state_does_not_decay(about: About, state: str, value: str) -> None:
-    found = about.the_run.metric(f"state_decrement_ratio/{state}", about.the_run.recent)
-    assert found < 0.9
-    assert_shown(value, found)
-
-
-@says(rf"(exp_avg\w*) decays as it should \({NUMBER}\)")
-def state_decays(about: About, state: str, value: str) -> None:
-    found = about.the_run.metric(f"state_decrement_ratio/{state}", about.the_run.recent)
-    assert abs(1 - found) <= 0.1
-    assert_shown(value, found)
-
-
-@says(rf"updates arrive \(EDQ {NUMBER}\)")
-def updates_arrive(about: About, edq: str) -> None:
-    found = about.the_run.metric("edq_ratio", about.the_run.recent)
-    assert abs(1 - found) <= TOLERANCE
-    assert_shown(edq, found)
-
-
-@says(rf"the oracle agrees \({NUMBER}\)")
-def oracle_agrees(about: About, value: str) -> None:
-    found = about.the_run.metric("edq_oracle_ratio", about.the_run.recent)
-    assert abs(1 - found) <= TOLERANCE
-    assert_shown(value, found)
-
-
-@says(rf"weight decay moves next to nothing \({PERCENT} of it is kept\)")
-def decay_lost(about: About, kept: str) -> None:
-    assert_share(kept, about.the_run.metric("decay_ratio", about.the_run.recent))
-
-
 @says(rf"{NUMBER} weights are NaN or infinite, in {LAYER} and {NUMBER} more layers")
 def weights_not_finite(about: About, count: str, worst: str, others: str) -> None:
     run = about.the_run
@@ -309,17 +314,6 @@ def weights_not_finite(about: About, count: str, worst: str, others: str) -> Non
     assert_shown(count, run.metric("nonfinite_params", run.recent))
     assert held[worst] == max(held.values())
     assert sum(value > 0 for value in held.values()) - 1 == int(others)
-
-
-@says(
-    rf"the average of the weights loses its updates: its EDQ is {NUMBER}, {PERCENT} of them are rounded away, "
-    rf"{PERCENT} of its elements ever moved"
-)
-def average_loses(about: About, edq: str, lost: str, moved: str) -> None:
-    run, steps = about.the_run, about.the_run.recent
-    assert_shown(edq, run.metric("average_edq_ratio", steps))
-    assert_share(lost, run.metric("average_lost_ratio", steps))
-    assert_share(moved, run.metric("average_moved_ratio", steps))
 
 
 @says(rf"{PERCENT} of the residuals were 0 again before a step: what they kept was dropped")
@@ -346,11 +340,6 @@ def measured(about: About, first: str, last: str, share: str) -> None:
     assert_share(share, known / (run.total("elements", run.recent) - run.total("nonfinite", run.recent)))
 
 
-@says(rf"over steps {STEP} to {STEP}(?:, (?:with )?95 % intervals?)?(?: (?:newest step|now) (.+))?")
-def over_steps(about: About, first: str, last: str, _newest: str | None) -> None:
-    assert (step_of(first), step_of(last)) == (about.the_run.recent[0], about.the_run.recent[-1])
-
-
 # --- Advice: what it names costs what it says ---
 
 BYTES = {"split-master": 12, "coupled-9": 9, "coupled-8": 8, "split-master-8bit": 8}
@@ -367,11 +356,9 @@ def advice(_about: About, _kind: str, *named: str | None) -> None:
         assert strategy is None or size is None or BYTES[strategy] == int(size)
 
 
-@says(r"keep the average in float32, as AveragedModel\(.*\)\.float\(\) does, or round it stochastically")
-def advice_on_averages(_about: About) -> None:
-    """Names no number of the run."""
-
-
-@says(r"try Split .+: how")
-def advice_in_short(_about: About) -> None:
-    """Titles of the strategies that the advice beside it names."""
+@says(
+    r"keep the average in float32, as AveragedModel\(.*\)\.float\(\) does, or round it stochastically"
+    r"|try Split .+: how"
+)
+def advice_without_numbers(_about: About) -> None:
+    """On averages, and titles of the strategies that the advice beside it names."""

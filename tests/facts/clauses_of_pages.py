@@ -22,6 +22,7 @@ from tests.facts.clauses import (
     assert_shown,
     check_clause,
     check_text,
+    counts,
     onset_of,
     says,
     step_of,
@@ -42,10 +43,20 @@ def assert_now(about: About, text: str) -> None:
 
 # --- The table of runs, and a run's head ---
 
+counts(rf"{NUMBER} of {NUMBER} runs are sick", lambda about: (len(about.sick), len(about.runs)))
+counts(rf"step {STEP}", lambda about: (about.the_run.last_step,))
+counts(rf"Collage\w+ at step {STEP}", lambda about: (about.the_run.last_step,))
+counts(rf"lost at a resume at step {STEP}", lambda about: (about.the_run.begins[-1],))
+counts(rf"{NUMBER} (?:incidents open|fired in the last 12 hours)", lambda about: (len(about.alerts),))
+counts(
+    rf"layers that changed, {NUMBER} of {NUMBER}",
+    lambda about: (len(onset_of(about.the_run, about.changed)[5]), len(about.the_run.layers)),
+)
 
-@says(rf"{NUMBER} of {NUMBER} runs are sick")
-def how_many_are_sick(about: About, sick: str, of: str) -> None:
-    assert (int(sick), int(of)) == (len(about.sick), len(about.runs))
+
+@says(r"incidents / (.+)")
+def crumbs_of_an_incident(about: About, name: str) -> None:
+    assert about.the_run.created.name == name
 
 
 @says(r"worst: (.+?) \((.+)\)")
@@ -53,11 +64,6 @@ def the_worst(about: About, name: str, clause: str) -> None:
     assert name in about.sick
     about.run = about.runs[name]
     check_clause(about, clause)
-
-
-@says(rf"step {STEP}")
-def newest_step(about: About, step: str) -> None:
-    assert step_of(step) == about.the_run.last_step
 
 
 @says(r"(finished|running|failed|stale) (.+)")
@@ -73,11 +79,6 @@ def head_of_a_report(about: About, project: str, kept: str, step: str, moment: s
     assert kept == strategy_title(run.watch.strategy, run.watch.dtype)
     assert step_of(step) == run.last_step
     assert_now(about, moment)
-
-
-@says(r"incidents / (.+)")
-def crumbs_of_an_incident(about: About, name: str) -> None:
-    assert about.the_run.created.name == name
 
 
 @says(rf"(?:updated|written) {MOMENT}(?: by Collage Monitor [\d.]+)?")
@@ -97,16 +98,6 @@ def edq_marked(about: About, way: str, value: str, step: str) -> None:
     assert changed == step_of(step)
     assert (after < before) == (way == "falls")
     assert_shown(value, after)
-
-
-@says(rf"(Collage\w+) at step {STEP}")
-def alert_marked(about: About, _alert: str, step: str) -> None:
-    assert step_of(step) == about.the_run.last_step
-
-
-@says(rf"lost at a resume at step {STEP}")
-def lost_marked(about: About, step: str) -> None:
-    assert step_of(step) == about.the_run.begins[-1]
 
 
 @says(rf"attempt {NUMBER}(?: began)? at step {STEP}(?:: older attempts' points from there on are hidden)?")
@@ -177,14 +168,13 @@ def loss_against(about: About, loss: str, reference: str, *sure: str) -> None:
         assert int(sure[2]) == pairs
 
 
-@says(r"its loss cannot be compared with the reference's yet")
-def more_runs(_about: About) -> None:
-    """Said where the interval is not known: `loss_against` has checked that."""
-
-
-@says(r"more seeds would tell if it is worse")
-def more_seeds(_about: About) -> None:
-    """Said where the interval reaches beyond what counts: `loss_against` has checked the interval."""
+@says(
+    r"its loss cannot be compared with the reference's yet|more seeds would tell if it is worse"
+    r"|means over a strategy's runs, ± the standard deviation of one|below the gap its 95 % interval"
+    r"|small print is the 95 % interval"
+)
+def beside_numbers(_about: About) -> None:
+    """Said where an interval is not known, or reaches beyond what counts; it is checked where it stands."""
 
 
 @says(
@@ -276,14 +266,6 @@ def assert_more_bytes(about: About, one: str, other: str, more: str | None) -> N
     assert_shown(more or "0", round(sizes[0] - sizes[1], 1))
 
 
-@says(
-    r"means over a strategy's runs, ± the standard deviation of one|below the gap its 95 % interval"
-    r"|small print is the 95 % interval"
-)
-def how_means_are_made(_about: About) -> None:
-    """Says nothing of a run."""
-
-
 @says(rf"losses are the validation losses at step {STEP}")
 def where_losses_stand(about: About, step: str) -> None:
     everything = next(iter(about.strategies.values())).everything
@@ -299,11 +281,6 @@ def runs_of_project(about: About, count: str, project: str) -> None:
 
 
 # --- Incidents ---
-
-
-@says(rf"{NUMBER} (?:incidents open|fired in the last 12 hours)")
-def open_incidents(about: About, count: str) -> None:
-    assert int(count) == len(about.alerts)
 
 
 @says(rf"(Collage\w+) fired {MOMENT}(?: at step {STEP})?, and is open")
@@ -342,12 +319,6 @@ def layers_changed(about: About, count: str, layer: str, before: str, after: str
     assert layers[0][0] == layer
     assert_shown(before, layers[0][1])
     assert_shown(after, layers[0][2])
-
-
-@says(rf"layers that changed, {NUMBER} of {NUMBER}")
-def how_many_changed(about: About, count: str, of: str) -> None:
-    assert len(onset_of(about.the_run, about.changed)[5]) == int(count)
-    assert len(about.the_run.layers) == int(of)
 
 
 @says(rf"{NUMBER} that hardly changed")

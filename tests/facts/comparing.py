@@ -31,10 +31,6 @@ class StrategyGroup:
     def is_healthy(self) -> bool:
         return not any(run.created.name in self.sick for run in self.runs)
 
-    @property
-    def is_reference(self) -> bool:
-        return self.title == "Plain · float32"
-
     def mean_of(self, name: str) -> float:
         """A scalar's newest value, over the counted runs."""
         found = [run.newest(name)[1] for run in self.counted]

@@ -61,7 +61,6 @@ class RawRun:
         self._known: dict[Any, float] = {}
         self.points: dict[int, dict[str, np.ndarray]] = {}
         self.scalars: dict[str, dict[int, float]] = {}
-        self.first_step = self.last_step = 0
         for attempt, launch in enumerate(order):
             own = [entry for entry in of_kind("reports") if streams[entry.stream_id].launch_id == launch]
             until = min((launches[later] for later in order[attempt + 1 :]), default=np.inf)
