@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+from typing import Any
 
 import msgspec
 import pytest
@@ -48,24 +49,16 @@ def resumed_at(step, attempt=2):
 
 def evidence(before=None, after=None, *, labels=None, run=RUN, series=None, **more):
     """What was reported: values by key before and after."""
-    incident = wire.Incident(
-        **dict.fromkeys(("alert", "text"), ""),
-        incident_id="1",
-        severity="warning",
-        source="server",
-        state="firing",
-        started_at=900.0,
-        run_id="r1",
-        labels=labels or {},
-        step=900,
-    )
+    told: dict[str, Any] = {"incident_id": "1", "severity": "warning", "source": "server", "state": "firing"}
+    told |= {"alert": "", "text": "", "started_at": 900.0, "run_id": "r1", "labels": labels or {}, "step": 900}
     if series is not None:
         steps = list(range(len(series)))
-        axes = {"axis": "step", "first_steps": steps, "steps": steps, "positions": [*map(float, steps)]}
-        values = dict.fromkeys(("values", "minimum", "maximum"), series)
-        more["series"] = wire.Series(run_id="r1", metric="loss", layer=None, **axes, **values)
+        axes: dict[str, Any] = {"axis": "step", "first_steps": steps, "steps": steps}
+        axes["positions"] = [float(step) for step in steps]
+        numbers: dict[str, Any] = dict.fromkeys(("values", "minimum", "maximum"), series)
+        more["series"] = wire.Series(run_id="r1", metric="loss", layer=None, **axes, **numbers)
     spans = [Span(first, first + 200, values or {}) for first, values in ((400, before), (600, after))]
-    return IncidentEvidence(incident, run, 900, before=spans[0], after=spans[1], **more)
+    return IncidentEvidence(wire.Incident(**told), run, 900, before=spans[0], after=spans[1], **more)
 
 
 def since(values, **more):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from tests.waiting import PATIENCE_SECONDS
 
@@ -39,8 +40,8 @@ class Secrets:
         }
 
     def run(self, stage, **environment):
-        told = {"env": self._environment | environment, "timeout": PATIENCE_SECONDS}
-        return subprocess.run(["sh", SCRIPT, stage], **told, capture_output=True, text=True, check=False)
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PATIENCE_SECONDS}
+        return subprocess.run(["sh", SCRIPT, stage], env=self._environment | environment, check=False, **options)
 
     def files(self):
         return {

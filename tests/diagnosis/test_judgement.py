@@ -1,5 +1,7 @@
 """The words follow from the numbers: no good word without evidence from every side, no bad one without a number."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,8 +57,8 @@ HALF_LEFT = {"elements": 100.0, "nonfinite": 50.0, "residual_dropped_ratio": 0.3
 WINDOWS = {"edq_window_ratio/8": 0.99, "edq_window_ratio/64": 0.7}
 LOW = {"parameter_low": "int16"}
 COMPENSATED = seen(residual="compensation")
-HALVES = {"fingerprint": wire.Fingerprint(layer_rounds_at_random={"random": True, "nearest": False})}
-HALVES |= {"observed_strategy": "unknown"}
+SOME_AT_RANDOM = wire.Fingerprint(layer_rounds_at_random={"random": True, "nearest": False})
+HALVES: dict[str, Any] = {"observed_strategy": "unknown", "fingerprint": SOME_AT_RANDOM}
 NEAREST = {"fingerprint": wire.Fingerprint(layer_rounds_at_random={"a": False, "b": False})}
 STRANGE = {"unexplained": "the state master_param holds something of the weights, and is not understood"}
 COPIES = {"cast_changed_ratio/fp8_block128": 0.98, "cast_recoded_ratio/fp8_block128": 0.0026}

@@ -3,6 +3,7 @@ server in mid-run loses nothing and doubles nothing."""
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import collage_agent as collage
 import numpy as np
@@ -188,13 +189,13 @@ def test_killing_the_server_loses_nothing_and_doubles_nothing(server, client):
 def test_what_finds_no_room_is_spooled_and_stored_once_sealing_goes_on(tmp_path):
     """The journal is bounded: what a server has no room for waits with the agent."""
     patience = ("connect_timeout_seconds", "answer_timeout_seconds", "finish_seconds")
-    limits = replace(QUICK, **dict.fromkeys(patience, PATIENCE_SECONDS))
+    longer: dict[str, Any] = dict.fromkeys(patience, PATIENCE_SECONDS)
     bounds = {"journal_run_bytes": 40_000, "seal_interval_seconds": 1e6}
     (tmp_path / "data").mkdir()
     with listening(tmp_path / "data", clock=time.time, limits=bounds) as server:
         sealer, url = server.app_state.sealer, f"http://127.0.0.1:{server.port}"
         work, sealer.do_due_work = sealer.do_due_work, lambda: None
-        run = make_run(tmp_path / "agent", server_url=url, run_id="r", project="p", limits=limits)
+        run = make_run(tmp_path / "agent", server_url=url, run_id="r", project="p", limits=replace(QUICK, **longer))
         for step in range(1, 151):
             run.measured(measurement(step))
             if step == 1:
