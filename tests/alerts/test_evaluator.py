@@ -41,6 +41,10 @@ def incidents(server, **query):
     return server.get(f"/events?{asked}", wire.IncidentPage).events
 
 
+def update(server, **what):
+    server.send("PATCH", "/runs/r1", wire.RunUpdate(**what), wire.Run)
+
+
 def rounds(server, work, seconds, *, alive=True):
     """Rounds of the evaluation for so long; a run that is alive logs once a minute."""
     for place in range(round(seconds / SECONDS)):
@@ -48,13 +52,8 @@ def rounds(server, work, seconds, *, alive=True):
         if alive and place % 2 == 0:
             seq = 1000 + int(server.clock.now - 1_700_000_000)
             server.reports([report(seq, 2000, measured=False, scalars={"loss": 3.0})])
-        judge_what_is_new(server)
+        evaluate_due(server.app.state.collage.store)
         work.do_due_work()
-
-
-def judge_what_is_new(server):
-    """As the server's own thread does, but here and now."""
-    evaluate_due(server.app.state.collage.store)
 
 
 def test_each_server_knows_when_alerts_were_last_evaluated(server):
@@ -97,7 +96,7 @@ def test_it_fires_with_its_reason_and_ends_when_the_run_does(low):
     events = low.get("/runs/r1/events", wire.EventPage).events
     assert [event.kind for event in events] == ["attempt", "alert"]
     assert events[1].text.startswith("CollageEdqLow firing (warning): Less than nine tenths")
-    low.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
+    update(low, state="finished")
     rounds(low, work, 9 * 60, alive=False)
     assert incidents(low, state="resolved") == []
     rounds(low, work, 2 * 60, alive=False)
@@ -122,7 +121,7 @@ def test_a_run_in_its_warm_up_and_a_finished_one_do_not_fire(server):
     server.send("PATCH", "/runs/r2", wire.RunUpdate(state="finished"), wire.Run)
     work = evaluator(server, "CollageEdqLow", "CollageEdqDrop")
     rounds(server, work, 60)
-    server.send("PATCH", "/runs/r1", wire.RunUpdate(state="failed"), wire.Run)
+    update(server, state="failed")
     rounds(server, work, 15 * 60, alive=False)
     assert incidents(server) == []
 
@@ -161,36 +160,32 @@ def test_another_server_takes_over_what_fires_and_fires_it_no_second_time(low):
     first.stop(1.0)
     rounds(low, second, 11 * 60)
     assert len(incidents(low)) == 1
-    low.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
+    update(low, state="finished")
     rounds(low, second, 11 * 60, alive=False)
     assert [entry.state for entry in incidents(low)] == ["resolved"]
 
 
+def notified(server, status, **labels):
+    """What the server answers to such a message of Alertmanager's about the run."""
+    labels = {"alertname": "CollageEdqLow", "run_id": "r1", **labels}
+    sent = wire.AlertmanagerAlert(status=status, labels=labels, annotations={"summary": "low"})
+    return server.post("/alerts/alertmanager", wire.AlertmanagerMessage(alerts=[sent]), wire.AlertmanagerAnswer)
+
+
 def test_what_alertmanager_sends_stands_beside_it_once(low):
-    labels = {"alertname": "CollageEdqLow", "run_id": "r1", "severity": "warning", "job": "collage"}
-
-    def notified(status):
-        sent = wire.AlertmanagerAlert(status=status, labels=labels, annotations={"summary": "low"})
-        message = wire.AlertmanagerMessage(alerts=[sent])
-        return low.post("/alerts/alertmanager", message, wire.AlertmanagerAnswer)
-
-    assert notified("firing").stored == 1
-    work = evaluator(low, "CollageEdqLow")
-    rounds(low, work, 12 * 60)
-    assert [(entry.alert, entry.source, entry.state) for entry in incidents(low)] == [
-        ("CollageEdqLow", "alertmanager", "firing")
-    ]
-    assert notified("resolved").stored == 1
+    named = {"severity": "warning", "job": "collage"}
+    assert notified(low, "firing", **named).stored == 1
+    rounds(low, evaluator(low, "CollageEdqLow"), 12 * 60)
+    (fired,) = incidents(low)
+    assert (fired.alert, fired.source, fired.state) == ("CollageEdqLow", "alertmanager", "firing")
+    assert notified(low, "resolved", **named).stored == 1
     assert [entry.state for entry in incidents(low)] == ["resolved"]
 
 
 def test_what_the_server_noticed_first_is_known_when_alertmanager_tells(low):
-    work = evaluator(low, "CollageEdqLow")
-    rounds(low, work, 12 * 60)
-    labels = {"alertname": "CollageEdqLow", "run_id": "r1"}
+    rounds(low, evaluator(low, "CollageEdqLow"), 12 * 60)
     for status in ("firing", "resolved"):
-        message = wire.AlertmanagerMessage(alerts=[wire.AlertmanagerAlert(status=status, labels=labels)])
-        answer = low.post("/alerts/alertmanager", message, wire.AlertmanagerAnswer)
+        answer = notified(low, status)
         assert (answer.stored, answer.known) == (0, 1)
     assert [(entry.source, entry.state) for entry in incidents(low)] == [("server", "firing")]
 
@@ -252,7 +247,7 @@ def test_what_the_database_refuses_is_kept_as_soon_as_it_does_not(low):
     assert low.clock.now - fired.started_at > SECONDS, "since it fires, not since it could be stored"
     rounds(low, work, 60)
     assert len(incidents(low)) == 1
-    low.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
+    update(low, state="finished")
     change("CREATE TRIGGER refusing BEFORE UPDATE ON incident BEGIN SELECT RAISE(FAIL, 'no room'); END")
     rounds(low, work, 11 * 60, alive=False)
     assert [entry.state for entry in incidents(low)] == ["firing"]
@@ -265,10 +260,10 @@ def test_a_renamed_run_keeps_its_incident(low):
     """Its series begin anew under the new name; the store knows one incident of both."""
     work = evaluator(low, "CollageEdqLow")
     rounds(low, work, 11 * 60)
-    low.send("PATCH", "/runs/r1", wire.RunUpdate(name="a better name"), wire.Run)
+    update(low, name="a better name")
     rounds(low, work, 15 * 60)
     assert [entry.state for entry in incidents(low)] == ["firing"]
-    low.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
+    update(low, state="finished")
     rounds(low, work, 11 * 60, alive=False)
     assert [entry.state for entry in incidents(low)] == ["resolved"]
 
