@@ -17,6 +17,7 @@ from collage_monitor.diagnosis import Evidence
 from tests.agent.training import SmallGpt
 from tests.diagnosis.truth import Truth, Whole
 
+OURS = "plain kahan light light plus plus full fp32-states master-weights stochastic light-stochastic"
 KINDS = ("gpt", "cnn", "embedding", "fine-tuning")
 
 
@@ -25,25 +26,25 @@ class Training:
     """One drawn training: what is trained, how, and how it is watched."""
 
     seed: int
-    model: str
-    dtype: torch.dtype
-    optimizer: str
-    strategy: str
-    lr: float
-    betas: tuple[float, float]
-    decay: float
-    momentum: float
-    clip: float | None
-    schedule: str
-    frozen: bool
-    resume: str
-    steps: int
-    every: int
-    sample: Any
-    oracle: bool
-    windows: tuple[int, ...]
-    fused: bool
-    zeroed: bool
+    model: str = "gpt"
+    dtype: torch.dtype = torch.bfloat16
+    optimizer: str = "adamw"
+    strategy: str = "plain"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    decay: float = 0.1
+    momentum: float = 0.0
+    clip: float | None = 1.0
+    schedule: str = "constant"
+    frozen: bool = False
+    resume: str = ""
+    steps: int = 30
+    every: int = 5
+    sample: Any = "all"
+    oracle: bool = False
+    windows: tuple[int, ...] = ()
+    fused: bool = False
+    zeroed: bool = False
 
 
 def draw(seed: int) -> Training:
@@ -56,21 +57,7 @@ def draw(seed: int) -> Training:
     strategy = "plain"
     if optimizer == "collage":
         dtype = torch.bfloat16
-        strategy = pick(
-            [
-                "plain",
-                "kahan",
-                "light",
-                "light",
-                "plus",
-                "plus",
-                "full",
-                "fp32-states",
-                "master-weights",
-                "stochastic",
-                "light-stochastic",
-            ]
-        )
+        strategy = pick(OURS.split())
     low, high = (-3.0, 0.3) if optimizer == "sgd" else (-4.7, -2.0)
     if model == "fine-tuning":
         low, high = low - 0.5, high - 0.7
@@ -215,15 +202,8 @@ def run(training: Training) -> tuple[Evidence, Whole]:
         # "stochastic" keeps nothing that could be zeroed; without its residuals light-stochastic rounds to nearest.
         random=training.strategy == "stochastic" or ("stochastic" in training.strategy and not training.zeroed),
     )
-    handle = watch(
-        model,
-        optimizer,
-        every=training.every,
-        sample=training.sample,
-        oracle=training.oracle,
-        windows=training.windows,
-        budget=None,
-    )
+    options = {name: getattr(training, name) for name in ("every", "sample", "oracle", "windows")}
+    handle = watch(model, optimizer, budget=None, **options)
     for step in range(1, training.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = training.lr * rate_at(training, step)

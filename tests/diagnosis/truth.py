@@ -13,14 +13,8 @@ import torch
 from collage_optim import CollageOptimizer
 from torch import Tensor
 
-BAD_WORDS = {
-    "not finite",
-    "losing updates",
-    "states are stuck",
-    "decay is lost",
-    "residuals are off",
-    "steps are off",
-}
+BAD_WORDS = {"not finite", "losing updates", "states are stuck", "decay is lost"}
+BAD_WORDS |= {"residuals are off", "steps are off"}
 DECAYING = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
