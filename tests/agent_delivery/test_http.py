@@ -133,11 +133,11 @@ def test_a_refused_run_stops_sending(tmp_path, server, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("status", [401, 403])
-def test_without_a_valid_token_reports_wait_on_disk(tmp_path, server, status, caplog, capsys):
+@pytest.mark.parametrize(("status", "token"), [(401, None), (401, "wrong-token"), (403, "wrong-token")])
+def test_without_a_valid_token_reports_wait_on_disk(tmp_path, server, status, token, caplog, capsys):
     """The token shows nowhere."""
     server.always = status
-    run = ended_run(tmp_path, 3, server_url=server.url, token="wrong-token")
+    run = ended_run(tmp_path, 3, server_url=server.url, token=token)
     assert (run.reports_sent, run.reports_spooled, run.reports_dropped) == (0, 3, {})
     printed, said = capsys.readouterr()
     assert "set COLLAGE_TOKEN" in said
