@@ -4,8 +4,6 @@
 does not explain. CPU time grows on a busy machine, by half at most: only what takes ten times its budget fails.
 """
 
-from __future__ import annotations
-
 import os
 import tomllib
 from collections import defaultdict

@@ -6,8 +6,6 @@ one parameter holds a whole case: a function of the parameters. `drawn(pairs=Tru
 The cells are drawn by the test's name, so that they stay the same from day to day and from worker to worker.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from itertools import combinations

@@ -1,7 +1,5 @@
 """Makes an example package importable, entry points and all, as installing it would: no installer, no network."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

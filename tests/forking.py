@@ -5,8 +5,6 @@ handlers called and its own status. Only the teardown of modules is left out. Wh
 tested with processes that really start.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

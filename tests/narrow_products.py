@@ -3,8 +3,6 @@
 `python -m tests.narrow_products PROGRAM ARGUMENTS…` runs a training and ends with 1 if it computed any.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 

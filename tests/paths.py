@@ -3,8 +3,6 @@
 `python -m tests.paths` draws them into the page; `tests/end_to_end/test_paths.py` holds page and counts to them.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 import tempfile

@@ -4,8 +4,6 @@ It checks PKCE, which the mock does not, dates its ID tokens by the test's clock
 Tests that use it take `pytestmark = provider.MARK`: the mock stands on parts of authlib that warn.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import warnings

@@ -3,8 +3,6 @@
 A fork runs a file whole, for what its tests share is made once, and takes the next that no fork has.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

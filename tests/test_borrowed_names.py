@@ -3,8 +3,6 @@
 `pyproject.toml` bounds such packages from above. To raise a bound, run this and the tests of the code that borrows.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """What the tests stand on: costs, samples of matrices, ports, programs that are forked, and files side by side."""
 
-from __future__ import annotations
-
 import os
 import re
 from itertools import combinations, product

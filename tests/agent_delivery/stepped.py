@@ -3,8 +3,6 @@
 The server fails as it is told, and asserts of each message what must hold of it.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """Receivers of messages in this process: a web server and a mail server that keep what they get."""
 
-from __future__ import annotations
-
 import json
 import socketserver
 import threading

@@ -5,8 +5,6 @@ tables of docs/false-alarms.md. What FILE holds already is not done again. A tra
 again, only judged: begin a new FILE after a change of the alerts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import pickle

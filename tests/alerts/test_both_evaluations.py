@@ -7,8 +7,6 @@ A training's pages are taken every 30 seconds of its own time, as a scrape would
 them. Its clock begins at 0, and so does the training's.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Each cause that the runbook names: what speaks for it, what against it, and what decides nothing."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """The evaluator on a server's own runs: what fires is kept with its reason, ends, and outlives a server."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A training hears of its alerts, the command line lists them, a webhook is told: from a real server, over HTTP."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

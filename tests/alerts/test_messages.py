@@ -1,7 +1,5 @@
 """Messages about incidents: to a webhook, Slack and by e-mail, until they are taken, never where they must not."""
 
-from __future__ import annotations
-
 import logging
 
 import httpx

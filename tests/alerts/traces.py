@@ -5,8 +5,6 @@ put before the server's own evaluation. When an alert must fire is reckoned here
 neither of the two.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ draws its own data and weights, and of a healthy training the width, the batch, 
 is a resampled one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """`collage-monitor cure`: checkpoints of real trainings are cured, and the steps that follow prove it or do not."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -8,8 +8,6 @@ tests read the archives and need neither. ROUNDED=1 casts the master weights to 
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

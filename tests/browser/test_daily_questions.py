@@ -3,8 +3,6 @@
 What changed at a step is asked in `test_change.py`, what happened in the night in `test_incidents.py`.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

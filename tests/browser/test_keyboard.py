@@ -1,7 +1,5 @@
 """All that a mouse does, done with the keyboard alone: no click, and no focus but what the Tab key gives."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.browser.test_incidents import overflowed

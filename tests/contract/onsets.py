@@ -1,7 +1,5 @@
 """Synthetic traces of a ratio over measured steps, with and without a change, drawn by seed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The one table: rows by name, axes that only grow."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

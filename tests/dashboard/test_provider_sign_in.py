@@ -3,8 +3,6 @@
 The provider is oidc-provider-mock as a real HTTP server, the server is the real application.
 """
 
-from __future__ import annotations
-
 import itertools
 from urllib.parse import parse_qs, urlsplit
 

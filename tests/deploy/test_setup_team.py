@@ -1,7 +1,5 @@
 """`setup team`, for real: its units by systemd, its site by nginx, its server, tokens, message and back-up."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import re

@@ -1,7 +1,5 @@
 """A server of this process that runs are reported to and read from."""
 
-from __future__ import annotations
-
 import pytest
 from collage_agent.session import _SESSION
 from collage_server.app import create_app

@@ -1,7 +1,5 @@
 """Trainings drawn by seed, judged blind: no word is false beside the exact truth, and few are unknown."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -4,8 +4,6 @@ found in the first step.
 Every way of keeping weights into every other, for each rule: by day a sample of them, over a few steps.
 """
 
-from __future__ import annotations
-
 import copy
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Words that were false on real training code, each beside what an exact fp64 step says of the same steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

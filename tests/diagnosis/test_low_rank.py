@@ -6,8 +6,6 @@ scaled. GaLore (arXiv 2403.03507): AdamW in the space of the gradient's own sing
 projection in an object that is no tensor, and step vectors as AdamW does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -5,8 +5,6 @@ The places are the training process, the server, the terminal, the pages, the HT
 Onsets, present values and intervals are held against each measured step as the server returns it.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass, replace

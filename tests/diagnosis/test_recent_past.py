@@ -3,8 +3,6 @@
 So it is in the terminal, over HTTP, in the table of runs and in what alerts evaluate.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import collage_agent as collage

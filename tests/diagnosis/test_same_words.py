@@ -3,8 +3,6 @@
 What else befalls a run is drawn in `test_one_answer.py`.
 """
 
-from __future__ import annotations
-
 import collage_agent as collage
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Ranks that fall silent: the head says so, and what they hold is not known, on the server as in a terminal."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

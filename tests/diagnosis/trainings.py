@@ -1,7 +1,5 @@
 """Short real trainings drawn by seed, run under the agent and under the exact truth, and judged blind."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

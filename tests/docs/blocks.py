@@ -1,7 +1,5 @@
 """Code blocks of pages, to be run as they stand."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Honest senders beside every hostile one at once, in short; by day `tests/server` has each kind alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from drills.torture.hostile import run

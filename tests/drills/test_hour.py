@@ -1,7 +1,5 @@
 """Everything that may befall a server at once; `make hostile` goes on for an hour."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `make mutants` plants them, and says which the tests catch.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The torture in short, with a fixed seed; `make torture` goes on for longer, with another one each time."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

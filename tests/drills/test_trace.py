@@ -1,7 +1,5 @@
 """Durable when acknowledged, seen in the system calls: what was written is synchronised before the answer."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Statistics and alerts of other packages go the whole way; without the package a server says what it lacks."""
 
-from __future__ import annotations
-
 import pytest
 
 from collage_monitor.local import read_token

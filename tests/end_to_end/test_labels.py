@@ -1,7 +1,5 @@
 """Labelled metrics through the real server: every route takes their keys and tells what the handle told."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import collage_agent as collage

@@ -1,7 +1,5 @@
 """A training whose agent and server have `examples/extension_statistic` installed; run by test_extensions.py."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A clause that holds a number or a name and fits no pattern is an error: a new sentence needs a recomputation here.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What pages say around a run's verdict: heads, the table's line, what to train with, and incidents."""
 
-from __future__ import annotations
-
 import re
 import time
 from calendar import timegm

@@ -4,8 +4,6 @@ Nothing here is the product's but the decoding of messages. A ratio is a sum ove
 in question; what a newer attempt did again hides what was there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any

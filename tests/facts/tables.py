@@ -1,7 +1,5 @@
 """The numbers of cards and tables, each recomputed by the head of its column or the name of its row."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 

@@ -3,8 +3,6 @@
 The runs are the demo's in small, four sick ones and two healthy ones, all trained for real.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import time

@@ -1,7 +1,5 @@
 """The demo in small, four sick runs and two healthy ones: trained for real, sent to a server here, and kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ the original steps. Weights of other dtypes than bf16 and fp16 are stepped as th
 keeping: "sign" reads what completes the weight with the wrong sign, "frozen" never writes it after the first step.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer

@@ -3,8 +3,6 @@
 `python -m tests.keepers.table` prints the table of docs/optimizers.md.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Integer remainders are found by what they do, decoded bit for bit, and lose nothing that they keep."""
 
-from __future__ import annotations
-
 from fractions import Fraction as Exact
 
 import pytest

@@ -1,7 +1,5 @@
 """Ways to keep a weight: who keeps it so, how such an optimizer is made, and which of its states can be broken."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

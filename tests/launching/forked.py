@@ -5,8 +5,6 @@ its arguments, environment, folder, streams and exit status as from a real start
 is watched, `test_launcher` tests.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -4,8 +4,6 @@ What is captured are the calls of torch's kernels and the memory that they write
 the same memory: no `step`, no hook, and, as on a device, no tensor's count of writes goes up.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only

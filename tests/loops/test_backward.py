@@ -1,7 +1,5 @@
 """Steps that are taken in the backward pass, a parameter at a time, are one step a pass, measured as any others."""
 
-from __future__ import annotations
-
 import functools
 
 import collage_agent as collage

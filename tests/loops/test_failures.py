@@ -1,7 +1,5 @@
 """Steps that raise and optimizers that are copied: training goes on, and what follows is measured as ever."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

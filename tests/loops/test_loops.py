@@ -1,7 +1,5 @@
 """Training loops as people write them: each is measured right, and the step is counted right."""
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Several optimizers under one watch: iterations are counted, and one report holds the layers of all."""
 
-from __future__ import annotations
-
 import collage_agent as collage
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The agent's frames on the training thread read no tensor back: nothing of theirs can wait for a device."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from contextlib import contextmanager

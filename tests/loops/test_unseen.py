@@ -1,7 +1,5 @@
 """Steps that call no hook are noticed and named once; ordinary loops never are. Megatron is a replica."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Low-precision copies against tables of all the numbers of each format, on hard cases and on random ones."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A training on two ranks in which one of them suffers a flipped bit, for the study of alerts."""
 
-from __future__ import annotations
-
 import os
 
 from torch.nn.parallel import DistributedDataParallel

@@ -1,7 +1,5 @@
 """Starts a job in several processes, told what torchrun would tell them, and collects what the ranks saw."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What ranks measure, and what they report, put together as the server does it: replicas once, shards added."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models whose gradients are known exactly, on any number of processes, and the ways to spread them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Windows, counterfactuals, decay, residuals and zero states do not depend on how a model is spread either."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

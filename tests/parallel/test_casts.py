@@ -3,8 +3,6 @@
 Rows of 64 elements, so that blocks fit.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 Of ranks that go on nothing is said where the resume is whole; what one lost is found by it and in the sum.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

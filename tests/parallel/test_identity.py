@@ -1,7 +1,5 @@
 """Training spread over processes is bit for bit the same with and without the agent."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from collage_agent.handle import watch

@@ -1,7 +1,5 @@
 """Accelerate and the Hugging Face Trainer under DDP, two processes each."""
 
-from __future__ import annotations
-
 import os
 import warnings
 

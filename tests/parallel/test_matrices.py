@@ -1,7 +1,5 @@
 """Rules for whole matrices on spread ones: u from the rank that has a matrix whole, else what changed and why."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Our optimizers under `fully_shard`: two processes hold together, bit for bit, what one process holds."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

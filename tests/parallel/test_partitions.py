@@ -3,8 +3,6 @@
 DeepSpeed's first two stages step one; its third shows its optimizer one at a time, and all make one report a step.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

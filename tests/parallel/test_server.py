@@ -3,8 +3,6 @@
 Replicas are silent while their bits agree, and the layer is named when one bit of one rank flips.
 """
 
-from __future__ import annotations
-
 import functools
 import sqlite3
 from contextlib import closing

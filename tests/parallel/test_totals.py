@@ -1,7 +1,5 @@
 """One, two and four processes measure the same thing, however the model is spread over them."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

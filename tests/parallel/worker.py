@@ -1,7 +1,5 @@
 """A launcher and its ranks: each rank runs the named job, and leaves what it saw in the folder."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

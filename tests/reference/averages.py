@@ -1,7 +1,5 @@
 """An average of weights beside an fp64 average of the same weights, element by element, whole tensors."""
 
-from __future__ import annotations
-
 import math
 
 import torch

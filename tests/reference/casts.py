@@ -5,8 +5,6 @@ between two of them, and a weight over a power of two. Scales follow docs/refere
 tile, those of NVFP4 and fp32 ones in fp32 operations.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Element by element, in exact fractions and plain Python: what the diagnostics add up on the device."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

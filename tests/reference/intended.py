@@ -1,7 +1,5 @@
 """The intended update by brute force: whole tensors, states and gradients in fp64, and a new torch optimizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

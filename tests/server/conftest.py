@@ -1,7 +1,5 @@
 """An application on a fresh folder, a clock that stands still, and a client that speaks the wire."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from typing import Any
 

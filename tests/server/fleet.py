@@ -1,7 +1,5 @@
 """Finished runs as a demo leaves them: strategies, rates, sizes and seeds, stuck states, a resume, a blow-up."""
 
-from __future__ import annotations
-
 import atexit
 import shutil
 import tempfile

@@ -5,8 +5,6 @@ messages of the agent with their msgpack mutated. Held for every answer: no 5xx 
 shape, JSON without bare NaN; for the process: memory bounded, and still working afterwards.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

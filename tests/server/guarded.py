@@ -1,7 +1,5 @@
 """A server that asks for tokens, and clients that bear one each."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 from collage_server.app import create_app

@@ -1,7 +1,5 @@
 """`collage-monitor` with other fixed limits: `python -m tests.server.limited '{"idle_seconds": 1}' serve …`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

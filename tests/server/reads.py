@@ -1,7 +1,5 @@
 """Single questions to a store, each from a snapshot of its own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from collage_server.exposition import samples

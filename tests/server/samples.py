@@ -1,7 +1,5 @@
 """A small run made of numbers whose metrics are known in closed form, and helpers to send it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

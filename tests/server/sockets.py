@@ -1,7 +1,5 @@
 """An application behind a real socket of this process, and clients that speak HTTP byte by byte."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The SQL statements that requests make, without those of the threads that tidy up meanwhile."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager
 

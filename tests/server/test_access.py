@@ -3,8 +3,6 @@
 Tokens are shown once, stored hashed, revoked everywhere within five seconds, confined to their projects.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sqlite3

@@ -1,7 +1,5 @@
 """Answers are kept until their runs change, and only until then; an asker that has one is told so."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import msgspec

@@ -3,8 +3,6 @@
 And what a run's streams tell: gaps, lag and clock skew of each.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Series and compare on every axis, before and after sealing: places, values, minimum and maximum stay the same."""
 
-from __future__ import annotations
-
 import pytest
 from collage_server.settings import FixedLimits, Settings
 

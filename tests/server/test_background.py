@@ -3,8 +3,6 @@
 And what a server depends on: one state each, told once, and none taken for another.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The server's benchmarks send what it accepts, copy what was sealed, and have gates that can be missed."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import ExitStack, closing
 from functools import partial

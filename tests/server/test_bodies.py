@@ -1,7 +1,5 @@
 """Request bodies: gzip is as plain, too much is refused early, threads decode, slow ones hold up nobody."""
 
-from __future__ import annotations
-
 import gzip
 import sys
 import threading

@@ -3,8 +3,6 @@
 And what one project may hold: refused with 422 and the limit, and no other project feels it.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing, contextmanager
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Every stored deadline, written by a server whose clock was days off and that was killed; then it is right."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import replace

@@ -3,8 +3,6 @@
 And requests sent before the last is answered, trailers, and Host: what one connection may send without a token.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Runs of which a row is damaged: pages of many runs name them, and answer for all others."""
 
-from __future__ import annotations
-
 import logging
 import sqlite3
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Every route is described; bad input is answered in one shape, names the field, and nothing of it is stored."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GET /runs/RUN/events and Alertmanager's webhook, as Alertmanager sends it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """/metrics as exact text, the clock standing still."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A curve that is followed with a cursor: all of it, once, whatever arrives late, is sealed or hidden meanwhile."""
 
-from __future__ import annotations
-
 import base64
 
 import msgspec

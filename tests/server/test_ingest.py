@@ -1,7 +1,5 @@
 """The writer: groups what waits, acknowledges after the commit, sheds load, and never doubles a report."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Logs: one line a record, a request id in each, and no secret in any."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

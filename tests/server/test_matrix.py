@@ -3,8 +3,6 @@
 All of it again with sessions of people who signed in through a provider.
 """
 
-from __future__ import annotations
-
 import secrets as random
 from functools import cache
 from pathlib import Path

@@ -3,8 +3,6 @@
 Logged values take more memory as objects than on the wire; what is held of them at a time is bounded, too.
 """
 
-from __future__ import annotations
-
 import re
 import tracemalloc
 from contextlib import contextmanager
@@ -36,8 +34,8 @@ from tests.server.conftest import NOW, holding, running
 from tests.server.migrated import put_migrated
 from tests.server.reads import model_points
 from tests.server.samples import LAYERS, STATISTICS, report, report_of_totals, stream_create
-from tests.server.store.contract import ALL
 from tests.server.store.postgresql import programs_or_skip
+from tests.server.store.stores import ALL
 from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = pytest.mark.slow

@@ -1,7 +1,5 @@
 """The accountant: who holds how much, who waits for whom, what is refused, and what the settings make of it."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from contextlib import suppress

@@ -4,8 +4,6 @@ The provider is a real HTTP server; tokens are made here, signed with its key. W
 and what ends a session stands in `test_provider_sign_in.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hmac

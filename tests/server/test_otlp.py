@@ -4,8 +4,6 @@
 histogram, a gauge of two devices. `*.json` are the same by protobuf's own conversion.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

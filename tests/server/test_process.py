@@ -1,7 +1,5 @@
 """A real server process: says where it listens, ends whatever holds it up, keeps what was acknowledged."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

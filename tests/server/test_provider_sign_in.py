@@ -3,8 +3,6 @@
 And what ends a session: time, who signs out, an administrator, the provider.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Series, heatmap, histogram, compare, latest: against totals merged here, independently."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from typing import Any

@@ -1,7 +1,5 @@
 """The verbs about a server: `token` on its host and through the API; `status`, whatever the server is like."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

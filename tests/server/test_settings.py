@@ -1,7 +1,5 @@
 """Settings: one frozen object, printed with its secrets masked; adding one breaks a test on purpose."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of runs: pages, filters and order made by the server, and one evaluation behind every number in it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from math import inf, nan

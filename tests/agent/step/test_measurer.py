@@ -218,7 +218,7 @@ def test_states_that_only_some_tensors_keep_for_each_element_spoil_no_measuremen
     for step in (1, 2):
         model(torch.ones(4, 16)).sum().backward()
         optimizer.step()
-        assert handle._last.step == step
+        assert handle.summary()["step"] == step
         assert set(totals_of(handle)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 

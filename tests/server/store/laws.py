@@ -5,8 +5,6 @@ sealing, also killed at any transaction; resumed runs; levels that expire; delet
 What one attempt, rank and step says differs from what any other says, so that no row can stand for another.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import time

@@ -1,7 +1,5 @@
 """A store that keeps every report and answers by the definitions: slow, and short enough to be read."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, field
 

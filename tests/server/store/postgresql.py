@@ -1,7 +1,5 @@
 """A PostgreSQL cluster of the tests' own: made in a temporary folder, ended with the session."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

@@ -1,7 +1,5 @@
 """An object store of the tests' own: SeaweedFS in one process that speaks S3 on a free port."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Stores of the tests: opened, sealed and archived as far as they can be; how many rows they hold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from collage_server.store import PostgresqlStore, Selection, SqliteStore, schema

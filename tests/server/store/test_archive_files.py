@@ -1,7 +1,5 @@
 """Archived files in a folder and in a bucket: the cache's bound, what is fetched how often, what a fault says."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socketserver

@@ -4,8 +4,6 @@ By day SQLite with a folder, as if runs were over, and of PostgreSQL with a buck
 late parts.
 """
 
-from __future__ import annotations
-
 from contextlib import closing
 from itertools import count, product
 from typing import Any

@@ -1,7 +1,5 @@
 """SQLite under the contract, and what only SQLite has: its log, its file, and the space that it gives back."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import shutil
