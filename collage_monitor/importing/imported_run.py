@@ -75,6 +75,8 @@ def send_source(
         ImportRefusal: the run is there and no import, the server refused a report, or the file goes wrong.
     """
     run = _create(client, source, project, run_id)
+    # The file brings its own steps and times; the attempt begins at 0, before all of them.
+    client.create_attempt(run_id, wire.AttemptCreate(launch_id=_LAUNCH, first_step=0))
     client.update_run(run.run_id, wire.RunUpdate(state="failed"))
     _send(client, source, run_id, progress)
     return client.update_run(run.run_id, wire.RunUpdate(state="finished"))
@@ -104,8 +106,6 @@ def _create(client: Client, source: Source, project: str, run_id: str) -> wire.R
 
 
 def _send(client: Client, source: Source, run_id: str, progress: Callable[[int], None]) -> None:
-    # The file brings its own steps and times; the attempt begins at 0, before all of them.
-    client.create_attempt(run_id, wire.AttemptCreate(launch_id=_LAUNCH, first_step=0))
     stream_id = _stream_of(run_id)
     client.create_stream(
         run_id,

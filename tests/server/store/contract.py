@@ -97,15 +97,21 @@ class StoreContract:
             with pytest.raises(NotFound):
                 call()
 
-    def test_a_run_is_resumed(self, store):
+    def test_a_run_is_resumed_by_a_launch_that_is_new(self, store):
+        """A rank that is late registers after the others have finished."""
         first, is_new = store.runs.create("p", wire.RunCreate(run_id="r1", name="a", tags=["x"], seed=7), NOW)
         assert is_new
         assert (first.name, first.tags, first.seed, first.state) == ("a", ["x"], 7, "running")
+        launch(store, 1, 0)
         store.runs.update("r1", wire.RunUpdate(state="failed"), NOW)
         again, is_new = store.runs.create("p", wire.RunCreate(run_id="r1", config={"lr": 0.1}), NOW + 5)
         assert not is_new
-        assert (again.name, again.tags, again.seed, again.state) == ("a", ["x"], 7, "running")
+        assert (again.name, again.tags, again.seed, again.state) == ("a", ["x"], 7, "failed")
         assert (again.config, again.created_at, again.updated_at) == ({"lr": 0.1}, NOW, NOW + 5)
+        for number, role, state in ((1, None, "failed"), (2, "evaluator", "failed"), (3, None, "running")):
+            create = wire.AttemptCreate(launch_id=f"launch-{number}", first_step=0, role=role)
+            store.streams.create_attempt("r1", create, NOW + 6)
+            assert store.runs.get("r1").state == state, number
 
     def test_resume_must_and_never_and_in_another_project(self, store):
         def create(project="p", **more):

@@ -50,6 +50,7 @@ from collage_server.store.runs.events import (
     second_writer_event,
     unknown_statistics_event,
 )
+from collage_server.store.runs.run_changes import go_on
 
 __all__ = [
     "StreamStore",
@@ -102,6 +103,8 @@ class StreamStore:
                 began = attempt_event(number, first_step, measured_from)
                 event = began if create.role is None else second_writer_event(create.role, number, first_step)
                 add_events(connection, run_id, [event], now)
+                if create.role is None:
+                    go_on(connection, run_id, now)
             return wire.Attempt(
                 run_id=run_id,
                 attempt=number,

@@ -32,6 +32,7 @@ __all__ = [
     "create_run",
     "dig_up_run",
     "forget_kept",
+    "go_on",
     "note_change",
     "update_run",
 ]
@@ -122,7 +123,8 @@ def create_run(connection: Connection, project: str, create: wire.RunCreate, now
 def _resume(
     connection: Connection, known: dict[str, Any], project: str, create: wire.RunCreate, now: float
 ) -> None:
-    """Set the run running again; the request's fields replace the stored ones."""
+    """The request's fields replace the stored ones. The run goes on with a launch that is new alone (`go_on`):
+    ranks that are late, or whose reports waited on a disk, register after the others have finished."""
     if known["project"] != project:
         raise _taken(create.run_id)
     attempt = schema.attempt.c
@@ -144,10 +146,17 @@ def _resume(
         )
         if value is not None
     }
-    stated |= {"state": "running", "updated_at": _next_sign_of_life(connection, create.run_id, now)}
+    stated["updated_at"] = _next_sign_of_life(connection, create.run_id, now)
     update_rows(connection, _RUN, stated, _RUN.c.run_id == create.run_id)
     if create.tags:
         _set_tags(connection, create.run_id, create.tags)
+
+
+def go_on(connection: Connection, run_id: str, now: float) -> None:
+    """Set a run that is over running, as a launch of it begins. The caller has locked the run."""
+    if connection.execute(select(_RUN.c.state).where(_RUN.c.run_id == run_id)).scalar_one() != "running":
+        stated = {"state": "running", "updated_at": _next_sign_of_life(connection, run_id, now)}
+        update_rows(connection, _RUN, stated, _RUN.c.run_id == run_id)
 
 
 def _taken(run_id: str) -> Conflict:
