@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Final
@@ -150,7 +151,12 @@ def dashboard_of(server_url: str) -> str | None:
     known = found.dashboard_url if found is not None and found.server_url == server_url else None
     if known is None and server_url == DEFAULT_SERVER_URL:
         known = DEFAULT_DASHBOARD_URL
-    return known if known is not None and _answers(known) else named_dashboard(server_url)
+    here, log = threading.get_ident(), logging.getLogger("httpx")
+    log.addFilter(is_of_others := lambda record: record.thread != here)
+    try:
+        return known if known is not None and _answers(known) else named_dashboard(server_url)
+    finally:
+        log.removeFilter(is_of_others)
 
 
 def _answers(url: str) -> bool:
