@@ -29,11 +29,11 @@ SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
     "collage_monitor": 15687,
-    "collage_agent": 24966,
+    "collage_agent": 24980,
     "collage_optim": 7205,
-    "collage_server": 26631,
+    "collage_server": 26642,
     "collage_dashboard": 9837,
-    "tests": 81441,
+    "tests": 71445,
     "words of pages": 48000,
     "pages that people write": 43,
 }

@@ -75,9 +75,7 @@ def watch(
     """
     checked = checked_options(**options)
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model={type(model).__name__}; pass the torch.nn.Module that is trained, then its optimizer"
-        )
+        raise TypeError(f"model={type(model).__name__}; pass the torch.nn.Module, then its optimizer")
     return Watch(model, _several(model, optimizer), checked, reporter, seed, worker_cpu_seconds, last_step_shown)
 
 
