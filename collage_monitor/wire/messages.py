@@ -79,7 +79,7 @@ ReportsOfStep = Annotated[int, Meta(ge=1, le=100_000)]
 
 
 class RunCreate(Struct, kw_only=True, frozen=True):
-    """Create a run, or resume it by `run_id`. The route names the project."""
+    """Create a run, or resume it: one that is over goes on with its next attempt. The route names the project."""
 
     run_id: _Identifier
     name: Name | None = None
