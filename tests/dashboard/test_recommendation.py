@@ -44,10 +44,19 @@ def row(strategy, loss, *, dtype="bfloat16", health="healthy", short="healthy", 
     )
 
 
-def test_sharded_weights_are_told_no_blocks():
-    told = advice_for(msgspec.structs.replace(row("plain", 1.0).trained[0], sharded=True), "weights")
-    assert told is not None
-    assert [choice.strategy for choice in told.choices] == ["split-master"], "a scale cannot be cut as a shard is"
+@pytest.mark.parametrize(
+    ("lacking", "own", "told"),
+    [
+        # A scale of a block cannot be cut as a shard is.
+        ("weights", {"sharded": True}, [("split-master", 12.0)]),
+        ("states", {"parameters": {"float32": 100}}, [("plain", 16.0)]),
+        ("weights", {"parameters": {"float32": 100}}, []),
+    ],
+)
+def test_sharded_weights_are_told_no_blocks_and_fp32_weights_no_strategy(lacking, own, told):
+    advice = advice_for(msgspec.structs.replace(row("plain", 1.0).trained[0], **own), lacking)
+    assert advice is not None
+    assert [(choice.strategy, choice.bytes_per_parameter) for choice in advice.choices] == told
 
 
 def compared(run, steps, values, name="validation_loss"):
@@ -199,6 +208,11 @@ def test_runs_that_differ_in_more_than_their_seed_are_rows_of_their_own_and_noth
     assert found(across).chosen is None, "a strategy is not compared at another learning rate"
     projects = [msgspec.structs.replace(entry, project=f"p{place}") for place, entry in enumerate(DEMO)]
     assert "These runs differ in project (5 values)." in found(projects).text
+
+
+def test_rows_are_told_apart_by_what_they_state_and_by_what_they_do_not():
+    told = [configured(row("plus", 2.4)), *(configured(row("plus", 2.5), str(a), lr=3e-4, a=a) for a in (1, 2))]
+    assert [result.apart for result in results(told)] == ["not stated", "lr 0.0003, a 1", "lr 0.0003, a 2"]
 
 
 def test_what_names_the_strategy_may_differ_and_people_may_treat_runs_as_one():

@@ -240,6 +240,18 @@ def maintenance_of(store, **more):
     return Maintenance(store, guard_of(store), clock=Clock(), **more)
 
 
+def test_the_database_is_checked_a_minute_after_the_start_and_once_a_day(store, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("collage_server.background.time.monotonic", lambda: clock.now)
+    maintenance = maintenance_of(store, days={})
+    checks = mock.Mock(wraps=store.check_database)
+    monkeypatch.setattr(store, "check_database", checks)
+    for seconds, count in ((59, 0), (60, 1), (86_459, 1), (86_460, 2)):
+        clock.now = NOW + seconds
+        maintenance.once()
+        assert (checks.call_count, maintenance.damaged_rows) == (count, 0 if count else None)
+
+
 def test_a_round_that_fails_is_logged_and_the_next_one_works(store, monkeypatch, caplog):
     purging(store, monkeypatch, ValueError("broken"), True, True, False)
     maintenance = maintenance_of(store, days={})
