@@ -113,6 +113,7 @@ def own_attributes(kind):
             yield node
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "owner", "name", "why"), BORROWED)
 def test_what_is_borrowed_is_there(module, owner, name, why):
     found = pytest.importorskip(module.partition(".")[0]) and importlib.import_module(module)

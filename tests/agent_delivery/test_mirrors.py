@@ -32,6 +32,7 @@ def texts(events, name):
     return [entry.tensor_proto.string_val[0].decode() for entry in events.Tensors(f"{name}/text_summary")]
 
 
+@pytest.mark.slow
 def test_tensorboard_has_every_measured_step_and_the_training_s_thousand_rows(tmp_path):
     """As files on disk, with TensorBoard's own reader; the training's writer is in the folder above."""
     writer = SummaryWriter(tmp_path / "logs")
@@ -126,6 +127,7 @@ def incident(step):
     return Incident(incident_id=str(step), started_at=1.0, step=step, **cast(Any, told))
 
 
+@pytest.mark.slow
 def test_a_mirror_that_hangs_holds_up_neither_training_nor_reports_nor_another(double, tmp_path):
     def hold(step):
         if step == 10:
@@ -192,6 +194,7 @@ def test_what_a_tracker_that_hangs_never_took_is_counted_at_the_end(double, mirr
     assert list(mirrors.missing()) == ["mirror double: 21 of 21 rows and events are missing there"]
 
 
+@pytest.mark.slow
 def test_an_onset_is_told_once_where_it_came():
     """EDQ falls after step 400; a run of 5,000 measured steps keeps few points, and finds the second fall, too."""
     finder, found = OnsetFinder(), []

@@ -146,6 +146,7 @@ def test_what_is_logged_before_the_first_step_stands_just_before_it(run, transpo
     assert dict(told(transport)) == {100: {"validation_loss": 5.0}, 101: {"loss": 3.0}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entries", [3, 3000])
 def test_what_waits_for_a_first_step_that_never_comes_is_bounded_and_kept(run, transport, entries):
     run.attach(HandleDouble())

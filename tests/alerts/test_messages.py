@@ -133,6 +133,7 @@ def messenger(store, clock, *targets):
     return Messenger(store, targets, clock=clock, interval_seconds=1.0)
 
 
+@pytest.mark.slow
 def test_it_tries_again_until_the_message_is_taken(store, clock, caplog):
     flaky, sound = Sometimes(2), Sometimes(0, "slack")
     work = messenger(store, clock, flaky, sound)

@@ -58,6 +58,7 @@ def assert_same_state(found, expected):
             assert torch.equal(value, theirs[key]), key
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 @pytest.mark.parametrize("source", STRATEGIES)
 @pytest.mark.parametrize("target", STRATEGIES)

@@ -103,7 +103,7 @@ def test_import_prints_the_new_run(served, tmp_path):
     assert result.exit_code == 0, result.output
     assert result.stdout.split() == ["r"]
     asked = [f"{request.method} {request.url.path.rpartition('/')[2]}" for request in seen]
-    assert asked[:4] == ["POST runs", "PATCH r", "POST attempts", "POST streams"]
+    assert asked[:4] == ["POST runs", "POST attempts", "PATCH r", "POST streams"]
     assert seen[-1].method == "PATCH"
     assert json.loads(seen[-1].content)["state"] == "finished"
 

@@ -68,6 +68,7 @@ def foretold(schedule, weights=None, steps=FIRST, *strategies):
     return forecast, next(own for own in forecast.strategies if own.strategy == (*strategies, "plain")[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", SCHEDULES)
 @pytest.mark.parametrize("strategy", ["plain", "kahan", "master-weights"])
 def test_the_onset_is_that_of_the_rounding_itself(text, strategy):

@@ -80,6 +80,7 @@ WITHOUT_A_METRIC = {"pages/run_layers.py": {"g"}, "pages/incident_content.py": {
 """Thresholds as they were set, and durations."""
 
 
+@pytest.mark.slow
 def test_only_one_module_formats_numbers():
     folder = Path(collage_dashboard.__file__).parent
     own = {}

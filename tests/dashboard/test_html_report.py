@@ -141,6 +141,7 @@ def test_the_command_writes_the_file_and_says_where(command, tmp_path):
     assert f"written    {path}" in command("run-plain", "--output", path).output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -3,6 +3,7 @@
 import csv
 from io import StringIO
 
+import pytest
 from collage_dashboard import number_downloads
 
 from tests.dashboard.generated import GeneratedRun
@@ -13,6 +14,7 @@ def rows_of(answer):
     return list(csv.DictReader(StringIO(answer.text)))
 
 
+@pytest.mark.slow
 def test_all_points_of_a_thinned_chart_are_in_its_file_with_the_runs_name(server, http, monkeypatch):
     """The server answers 80 points of 320: in the file none is the mean of several steps."""
     monkeypatch.setattr(number_downloads, "_MOST_POINTS", 80)

@@ -54,6 +54,7 @@ def test_picked_runs_lead_to_their_comparison():
     assert compare_link({}).disabled is True
 
 
+@pytest.mark.slow
 def test_more_runs_than_a_comparison_shows_are_counted_on_the_button_the_page_and_its_report(server, http, shown):
     for place in range(70):
         run = GeneratedRun(f"run {place}", "plus", run_id=f"r{place}", steps=20)
@@ -304,6 +305,7 @@ def changed(page):
     return text(card), heads, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("search", "title", "before", "after"),
     [
@@ -338,6 +340,7 @@ def test_the_curves_mark_what_is_picked_and_without_it_nothing_stands_there(rais
     assert text(by_id(shown("/run/run-raised"), "run-change")) == ""
 
 
+@pytest.mark.slow
 def test_what_changed_is_told_anew_for_other_steps_and_for_new_points_only(raised, http, server, shown):
     page = shown("/run/run-raised")
     revision = by_id(page, "run-revision").data

@@ -21,6 +21,7 @@ def entries(shown):
     return {name: text(part) for part in components(shown) if (name := getattr(part, "data-run", None))}
 
 
+@pytest.mark.slow
 def test_the_gravest_stand_first_with_what_they_lose_now_and_live_ones_are_marked(reader):
     listed, told = rail(View(page="run", runs=("run-plain",)), reader)
     assert text(listed[0]) == "6 runs, 2 sick 1 live Layers Table"
@@ -41,6 +42,7 @@ def pixels(content):
     return np.frombuffer(packed, np.uint8).reshape(rows, 1 + 4 * columns)[:, 1:].reshape(rows, -1, 4)
 
 
+@pytest.mark.slow
 def test_the_fleet_shows_each_runs_layers_over_time_the_gravest_first(server, shown):
     links = [part for part in components(shown("/fleet")) if "/run/" in str(getattr(part, "href", ""))]
     assert [link.href for link in links[:2]] == ["/run/run-plain", "/run/run-light"]
@@ -67,6 +69,7 @@ def unfurled(http, address):
     return dict(re.findall(r'<meta property="og:(\w+)" content="([^"]*)">', document.partition("</head>")[0]))
 
 
+@pytest.mark.slow
 def test_a_link_to_a_run_unfurls_as_its_sentence_and_its_layers(http, server):
     told = unfurled(http, "/run/run-plain")
     said = server.client().overview("run-plain").headline
@@ -91,6 +94,7 @@ def test_a_thumbnail_of_many_layers_has_the_worst_of_neighbours_and_undefined_ce
     assert thumbnails(heatmap_answer([], "lost_update_ratio")) == {}
 
 
+@pytest.mark.slow
 def test_a_picked_run_is_listed_however_many_there_are(server, reader):
     for place in range(MAXIMUM_RUNS):
         server.runs[f"r{place}"] = GeneratedRun(f"r{place}", "plus", steps=10, run_id=f"r{place}")

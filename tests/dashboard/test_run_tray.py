@@ -46,6 +46,7 @@ def tags_now(client):
     return {run.run_id: run.tags for run in client.run_table(limit=500).rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "named", "left", "written"),
     [
@@ -72,6 +73,7 @@ def test_an_action_writes_to_the_picked_runs_that_it_changes(client, asked, acti
         assert tags_now(client) == {"a": ["x"], "b": ["archived"], "c": []}
 
 
+@pytest.mark.slow
 def test_more_runs_than_one_question_names_are_all_archived(client):
     names = [f"r{place}" for place in range(105)]
     put_runs(client, {name: [] for name in names})

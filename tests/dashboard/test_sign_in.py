@@ -106,6 +106,7 @@ def test_a_session_ends_with_its_token_and_with_the_sign_out(server, tokens):
     assert layout(bob).status_code == 401
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", ["/", "/run/run-of-ada?tab=about", "/report?run=run-of-ada", "/incidents", "/picture/run-of-ada.png"]
 )

@@ -150,6 +150,7 @@ def test_a_graph_that_nobody_walks_back_is_freed():
     assert alive() is None
 
 
+@pytest.mark.slow
 def test_no_fp32_copy_of_a_weight_waits_for_the_backward_pass():
     layer = compute_products_in_fp32(nn.Linear(4096, 4096, bias=False).bfloat16())
     inputs = torch.ones(1, 4096).bfloat16().requires_grad_()

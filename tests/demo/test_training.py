@@ -75,6 +75,7 @@ def test_the_same_seed_gives_the_same_losses_and_strategies_part(trained):
     assert first == again != other
 
 
+@pytest.mark.slow
 def test_a_resume_without_residuals_is_a_second_attempt_in_which_they_are_0(trained, monkeypatch):
     monkeypatch.setattr(training, "_PATIENCE_STEPS", 20)
     outcome, _, messages = trained(Plan("light", "bfloat16"), loses_residuals=True)
@@ -87,6 +88,7 @@ def test_a_resume_without_residuals_is_a_second_attempt_in_which_they_are_0(trai
     assert outcome.steps == 4 + 20 - 1 + 3
 
 
+@pytest.mark.slow
 def test_a_study_may_build_other_optimizers_each_with_a_rate_of_its_own(trained):
     taken = []
 

@@ -158,6 +158,7 @@ def warming_up(strategy):
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0, step - 2) / 20)
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(by=lambda strategy, every: (strategy in ("light", "plus", "full"), every))
 @pytest.mark.parametrize("every", [1, 2, 10])
 @pytest.mark.parametrize("strategy", ["light", "plus", "kahan", "split-master", "full"])

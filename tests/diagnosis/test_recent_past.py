@@ -101,6 +101,7 @@ def test_a_run_that_was_cured_is_healthy_wherever_it_is_told(served, tmp_path, b
     assert client.series(run.run_id, "edq_ratio", points=1000).steps[0] == 1, "its past is still shown"
 
 
+@pytest.mark.slow
 def test_a_change_for_the_worse_is_told_at_its_first_measured_step():
     model, optimizer = stuck(CURE)
     handle = watch(model, optimizer, every=10, budget=None, expect={"min_edq": 0.9}, on_breach="warn")
@@ -236,6 +237,7 @@ def changed_in_a_launch(run):
     run.launch("one", WELL, range(1001, 1202, 20), begins=20, kept_since=1001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cured", "since", "sealed"),
     [
@@ -262,6 +264,7 @@ def test_what_was_cured_is_healthy_on_the_server_and_silent(served, cured, since
     assert run.fired() == set()
 
 
+@pytest.mark.slow
 def test_what_turned_sick_at_a_resume_is_told_at_its_first_step_and_alerts(served):
     client, run = served[1], Reported(served[0])
     run.launch("one", WELL, range(20, 2001, 20))

@@ -15,6 +15,7 @@ from tests.agent_delivery.test_attempts import Application
 from tests.waiting import PATIENCE_SECONDS, until
 
 
+@pytest.mark.slow
 def test_an_average_that_stands_still_is_told_everywhere_of_a_run_whose_weights_are_healthy(served):
     server, client = served
     run = init("p", "average", transport=Application(server.client))

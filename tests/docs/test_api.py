@@ -11,6 +11,7 @@ from tools.api_pages import PAGES, ROOT, page, place, public
 MODULES = [module for _, _, modules in PAGES.values() for module in modules]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_is_what_the_code_says(name):
     written = (ROOT / "docs/api" / f"{name}.md").read_text()

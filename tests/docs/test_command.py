@@ -17,6 +17,7 @@ from tools.packages import CALLS, STARTED
 HEAD, _, TAIL = PAGE.read_text().partition(MARKER)
 
 
+@pytest.mark.slow
 def test_the_reference_is_what_the_command_says_which_still_takes_h_once_it_is_written_down():
     assert TAIL.rstrip() == reference().rstrip(), "python -m tools.command_page writes it anew"
     reference()
@@ -70,6 +71,7 @@ def unknown(words):
     return next((option for option in given if option not in known), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", TEXTS)
 def test_every_verb_and_option_exists(page):
     for words in calls(page):

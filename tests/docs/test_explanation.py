@@ -54,6 +54,7 @@ TUTORIAL = notebooks.PAGE.read_text()
 CELLS = json.loads(notebooks.NOTEBOOK.read_text())["cells"]
 
 
+@pytest.mark.slow
 def test_the_first_tutorial_prints_what_it_says_and_says_what_it_promises():
     assert TUTORIAL.count("```text") == 5
     assert notebooks.ran(TUTORIAL) == TUTORIAL, "python -m tools.notebooks writes its outputs anew"

@@ -83,6 +83,7 @@ def test_the_subject_of_a_commit_is_short_and_says_what_to_do(subject, found):
     assert len(list(prose.of_subject(subject))) == found
 
 
+@pytest.mark.slow
 def test_what_is_written_passes_and_a_seed_draws_the_same_sentences_of_every_kind(monkeypatch, capsys):
     """Of all pages and of one folder's modules: `make check` looks into every module."""
     monkeypatch.setattr(prose, "FOLDERS", ("collage_monitor/command",))

@@ -92,6 +92,7 @@ def test_the_answer_to_a_file_is_found(tmp_path):
     assert headings(str(caught.value)) == {"A file cannot be imported"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "heading"),
     [

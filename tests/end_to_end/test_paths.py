@@ -16,6 +16,7 @@ def traces():
     return {name: traced(name) for name in PATHS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_a_path_enters_so_many_files_and_makes_about_so_many_calls(path, traces):
     files, calls = FILES_AND_CALLS[path]
@@ -23,9 +24,11 @@ def test_a_path_enters_so_many_files_and_makes_about_so_many_calls(path, traces)
     assert_calls(traces[path].files, calls)
 
 
+@pytest.mark.slow
 def test_the_architecture_page_shows_them(traces):
     assert PAGE.read_text(encoding="utf-8") == page_with(traces), "run python -m tests.paths"
 
 
+@pytest.mark.slow
 def test_a_question_takes_so_many_statements(tmp_path):
     assert statements_of(tmp_path) == STATEMENTS

@@ -110,6 +110,7 @@ def test_training_is_bit_identical_with_and_without_the_callback(tmp_path, optio
         assert handle.summary()["model"]["grad_norm"] == pytest.approx(1e-3, rel=1e-3), "the clipped one"
 
 
+@pytest.mark.slow
 def test_the_run_carries_steps_scalars_and_configuration(tmp_path):
     transport = MemoryTransport()
     callback = CollageCallback("bytes", "first", run_options={"transport": transport}, every=10)

@@ -72,6 +72,7 @@ def hooks_on(model):
 KEYS = ("edq_ratio", "lost_update_ratio", "intended_norm", "state_decrement_ratio/exp_avg_sq", "elements")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["hooks", "watch"])
 def test_a_pass_is_a_step_with_the_numbers_of_a_step_outside(first, tmp_path):
     """Told was nothing at all, or that no layer had a gradient."""
@@ -150,6 +151,7 @@ def test_gradient_release_of_a_library_is_one_step_a_pass(first, kahan):
         assert "stepped one by one in the backward pass" in str(handle)
 
 
+@pytest.mark.slow
 def test_the_advice_takes_the_place_of_what_the_hooks_step():
     """Followed as it stood, it stepped nothing: hooks went on with the old optimizer, and took each gradient."""
     model, optimizer = built(released_adamw(kahan_sum=False))

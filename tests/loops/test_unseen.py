@@ -140,6 +140,7 @@ def test_another_thread_reads_no_gradient():
     collage.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REPLAYED)
 def test_replays_between_before_and_after_are_measured_as_steps_are(kind):
     make, dtype, options = REPLAYED[kind]
@@ -185,6 +186,7 @@ def test_a_skipped_step_between_before_and_after_is_none(make):
     assert "call no hook" not in str(handle)
 
 
+@pytest.mark.slow
 def test_who_only_logs_is_looked_at_ever_less_often(monkeypatch):
     looks = []
     reading = unseen_steps.UnseenSteps._read
@@ -486,6 +488,7 @@ ORDINARY = [
 """All functions above that take a loop."""
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 @pytest.mark.parametrize("make", [adamw, sgd, momentum])
 @pytest.mark.parametrize("loop", ORDINARY, ids=lambda loop: loop.__name__)

@@ -117,6 +117,7 @@ def test_integers_are_those_that_torch_quantises_to_in_training(name):
         assert found.numbers.amax() <= high
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "fp8_e5m2", "mxfp8", "fp8_block128_ue8m0", "bf16>mxfp8"])
 def test_a_sum_of_two_numbers_is_rounded_once(name):
     generator = torch.Generator().manual_seed(4)

@@ -68,6 +68,7 @@ def stepped(strategy, rate, scale, seed, steps=12):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [16, pytest.param(64, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("rate", "scale"), [(1e-3, 0.02), (3e-4, 1.0), (1e-5, 1.0)])
 @pytest.mark.parametrize("strategy", COUPLED)
@@ -81,6 +82,7 @@ def test_a_step_keeps_where_the_weight_is_going(strategy, rate, scale, seeds):
     assert ((mean - intended).abs() <= finer * 5 / math.sqrt(seeds) + arithmetic).all(), "its mean is right"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", COUPLED)
 @pytest.mark.parametrize(("rates", "most"), [((1e-3, 1e-7), 1), ((1e-8, 1e-5), 6), ((1e-6, 3e-4), 10)])
 def test_a_rate_that_changes_by_decades_costs_some_steps(strategy, rates, most):

@@ -84,6 +84,7 @@ def from_a_file(saved, **options):
     return torch.load(written, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_resumes_from_a_file_bit_for_bit(strategy):
     """With a third average. The states alone are plain data: they are loaded without running code from the file."""
@@ -99,6 +100,7 @@ def test_training_resumes_from_a_file_bit_for_bit(strategy):
     assert_same_bits(straight, resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -120,6 +122,7 @@ def trained(strategy):
     return members, optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 @pytest.mark.parametrize("target", STRATEGIES)
 @pytest.mark.parametrize("source", STRATEGIES)

@@ -218,6 +218,7 @@ def test_runs_that_are_read_together_say_what_each_says_alone(server, monkeypatc
             assert newest_points(now, now.records([run_id]), layers=True) == {run_id: kept[run_id]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behind", [0, 5])
 def test_a_state_that_a_server_whose_clock_lags_behind_states_is_seen(server, clock, behind):
     """It seemed older than the last report, and what was kept of the run as new as the run."""
@@ -237,6 +238,7 @@ def test_a_state_that_a_server_whose_clock_lags_behind_states_is_seen(server, cl
         assert list(store.summaries.due_points(10)) == ["r1"]
 
 
+@pytest.mark.slow
 def test_servers_of_two_releases_do_not_take_turns(server):
     """Each would have written the rows of all runs anew, every second, for as long as both serve."""
     store, summariser = server.store, server.state.summariser

@@ -57,6 +57,7 @@ def test_runs_are_a_table_with_what_is_said_of_each(server, client):
     assert client.runs_frame(project="none").num_rows == 0
 
 
+@pytest.mark.slow
 def test_layers_are_a_table_with_metrics_over_the_steps_that_are_asked_for(server, client):
     server.filled("r1", "s1")
     frame = polars.DataFrame(client.layers_frame("r1", ["edq_ratio"], first_step=20, last_step=40))

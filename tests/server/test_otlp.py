@@ -173,6 +173,7 @@ def test_older_exports_than_are_known_are_told_and_numbers_that_are_none_come_in
     assert len(logged(server, "loss")) == 201
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "headers", "status", "told"),
     [
@@ -198,6 +199,7 @@ def test_a_bad_export_is_refused_in_words(server, body, headers, status, told):
     assert server.get("/runs", wire.RunPage).runs == []
 
 
+@pytest.mark.slow
 @given(st.one_of(st.binary(max_size=60), st.tuples(st.integers(0, len(FIRST) - 1), st.integers(0, 255))))
 def test_whatever_comes_is_read_or_refused(given):
     body = given

@@ -111,6 +111,7 @@ def test_others_are_refused_with_the_reason(name):
     assert reason in run_selftest(optimizer, optimizer.param_groups[0]).reason
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 @pytest.mark.parametrize("rate", [1e-5, 1e-4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -231,6 +231,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_no_copy_can_follow_is_unknown_with_the_reason_and_trains_on(kind, caplog):
     error_guard.raise_in_tests(False)

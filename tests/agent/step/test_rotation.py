@@ -18,6 +18,7 @@ def turns(handle, bound):
     handle._hooks[0].measurer._rotation = rotation.Rotation(bound)
 
 
+@pytest.mark.slow
 def test_muon_is_followed_in_fp64_though_it_computes_in_bf16():
     _, _, handle = watched(
         lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=1e-3),

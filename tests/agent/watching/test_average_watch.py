@@ -376,6 +376,7 @@ def test_an_average_that_is_loaded_starts_anew():
     assert handle.summary()["model"]["average_updates"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(by=lambda kind: (kind.partition(",")[0],))
 @pytest.mark.parametrize("kind", AVERAGED)
 def test_training_and_average_are_bit_identical(kind):
@@ -436,6 +437,7 @@ def test_what_is_removed_measures_no_more_and_classes_have_their_methods_back():
     assert torch.equal(copied.n_averaged + 2, average.n_averaged)
 
 
+@pytest.mark.slow
 def test_an_average_that_the_training_drops_is_not_kept():
     model = mlp()
     average, optimizer = AveragedModel(model), adamw(model.parameters())

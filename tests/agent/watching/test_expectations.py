@@ -47,6 +47,7 @@ def narrowest_average(way, optimizer):
     return min(found)
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(by=lambda way, dtype, taken: (way.seen, dtype, taken))
 @pytest.mark.parametrize("taken", [0, 3], ids=["fresh", "resumed"])
 @pytest.mark.parametrize(("way", "dtype"), KEPT, ids=[f"{way.who}, {way.name}, {dtype}" for way, dtype in KEPT])
@@ -92,6 +93,7 @@ def test_what_arrives_is_held_to_its_bounds():
     assert trained(split, 8, expect={"min_edq": 0.95}).info.broken == []
 
 
+@pytest.mark.slow
 def test_what_is_lost_is_not_asked_of_single_steps_that_round_at_random(caplog):
     with caplog.at_level(logging.WARNING, "collage_agent"):
         assert trained(split, 3, expect={"max_lost": 0.05}).info.broken == []

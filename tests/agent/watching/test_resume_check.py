@@ -450,6 +450,7 @@ def test_masters_that_the_checkpoint_lacks_are_seen_where_they_are_made_anew():
     assert handle.judgement().health == "healthy", "what was lost once does not make the steps after it bad"
 
 
+@pytest.mark.slow
 def test_what_is_loaded_in_the_middle_is_looked_at_and_a_kind_of_loss_noted_once_as_it_was_first_found():
     saved = Saved(found("AdamW, fp32"), torch.float32, 20)
     handle = saved.watched(3)

@@ -99,6 +99,7 @@ def test_a_band_stands_on_either_scale(reader, scale):
     assert 0 <= low < high == 0.9
 
 
+@pytest.mark.slow
 def test_an_onset_is_marked_in_the_curve_that_has_it_and_found_while_the_run_lives(server, reader):
     """Only EDQ's were marked, and in all curves alike."""
     run = jumping("run-jumping", steps=JUMPED_AT - 10, state="running")
@@ -149,6 +150,7 @@ def lost(run, first, last):
 CURED = jumping("cured", steps=2000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", [{}, {"step": 800}])
 def test_before_and_after_a_cure_or_the_clicked_step_is_one_picture(server, reader, view):
     server.runs["cured"] = CURED
@@ -231,6 +233,7 @@ def mark_of(server, reader, axis, since):
     return place, handle(figure)
 
 
+@pytest.mark.slow
 def test_a_curves_mark_is_the_headlines_step_where_the_curve_cannot_say_better(server, reader):
     place, told = mark_of(server, reader, "step", FALLS_AT)
     assert place == FALLS_AT

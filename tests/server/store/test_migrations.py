@@ -43,6 +43,7 @@ def check_schema(store):
         assert compare_metadata(context, metadata) == []
 
 
+@pytest.mark.slow
 def test_the_migrated_schema_is_that_of_the_code(store):
     check_schema(store)
 
