@@ -244,6 +244,6 @@ class Ended:
                 assert known.issuperset(range(server.newest_batch[stream])), "a gap without a number"
 
 
-TestDelivery = DeliveryMachine.TestCase
+TestDelivery = pytest.mark.slow(DeliveryMachine.TestCase)
 # A life is long: a fifth as many by day as a property of numbers has, at night as many.
 TestDelivery.settings = settings(max_examples=20 if settings().derandomize else settings().max_examples)

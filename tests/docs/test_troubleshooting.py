@@ -49,6 +49,7 @@ def test_a_message_without_a_cause_and_a_cause_without_a_message_are_refused(mon
         causes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_who_searches_for_the_answer_to_a_wrong_call_finds_it(name):
     with pytest.raises((TypeError, ValueError, CollageError)) as caught:

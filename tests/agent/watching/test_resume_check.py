@@ -173,6 +173,7 @@ def kinds_of(handle):
     return [loss.kind for loss in handle.info.resume_losses]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("before", [0, 5])
 @pytest.mark.parametrize("make", FRESH.values(), ids=FRESH)

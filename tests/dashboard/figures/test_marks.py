@@ -242,6 +242,7 @@ def test_a_curves_mark_is_the_headlines_step_where_the_curve_cannot_say_better(s
     assert 2048 * FALLS_AT <= place <= 2048 * (FALLS_AT + 2 * EVERY), "the point that holds the step"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("since", [None, 10_000])
 def test_a_curves_mark_is_not_before_the_change(server, reader, since):
     place, told = mark_of(server, reader, "step", since)
