@@ -1,6 +1,7 @@
 """What stands above the table of runs: what its parts offer, and what they ask the server for."""
 
 import pytest
+from collage_dashboard.app import create_dashboard
 from collage_dashboard.pages import runs_controls as controls
 from collage_dashboard.pages.runs_controls import filter_row, tray
 from collage_dashboard.server_reader import Reader
@@ -9,6 +10,7 @@ from collage_server.settings import Settings
 
 from collage_monitor import wire
 from collage_monitor.client import Client
+from tests.dashboard.asking import question
 from tests.dashboard.walk import attributes, by_id, text
 from tests.server.conftest import running
 from tests.server.migrated import put_migrated
@@ -71,6 +73,26 @@ def test_an_action_writes_to_the_picked_runs_that_it_changes(client, asked, acti
     if action == "delete":
         assert controls._do(client, "restore", ["a", "b"], []) == ["a", "b"]
         assert tags_now(client) == {"a": ["x"], "b": ["archived"], "c": []}
+
+
+@pytest.mark.slow
+def test_runs_of_a_comparison_count_as_configured_alike_until_they_are_told_apart_again(client, read):
+    for run_id, rate in (("a", 1e-3), ("b", 1e-4)):
+        client.create_run("demo", wire.RunCreate(run_id=run_id, config={"lr": rate}))
+    app = create_dashboard(read)
+    [output] = [name for name in app.callback_map if name.startswith("..compare-treated.data")]
+    for alike in (True, False):
+        rows = wire.encode_message(client.run_table().rows, wire.JSON).decode()
+        asked = question([], [("compare-treat", "n_clicks", 1)], [("compare-rows", "data", rows)])
+        outputs = [
+            dict(zip(("id", "property"), name.split("."), strict=True)) for name in output[2:-2].split("...")
+        ]
+        answer = app.server.test_client().post(
+            "/_dash-update-component", json=asked | {"output": output, "outputs": outputs}
+        )
+        assert answer.status_code == 200
+        assert [row.is_treated for row in client.run_table().rows] == [alike, alike]
+        assert len({row.configuration for row in client.run_table().rows}) == (1 if alike else 2)
 
 
 @pytest.mark.slow
