@@ -168,6 +168,8 @@ def test_picked_runs_are_tagged_archived_and_deleted_together(goto, client, send
     becomes(page, ["old one", "old two"])
     for name in ("old one", "old two"):
         tick(page, name)
+    # The actions are drawn anew with each run that is picked.
+    page.get_by_role("link", name="Compare 2 runs").wait_for()
     page.get_by_label("Tags to add").fill("done, kept")
     page.get_by_role("button", name="Tag", exact=True).click()
     page.locator(".ag-row [col-id='tags']", has_text="test, done, kept").nth(1).wait_for()
