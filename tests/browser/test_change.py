@@ -104,7 +104,7 @@ ASKED_ABOUT_IT = f"new URLSearchParams(location.search).get('at') === '{FELL_AT}
 def test_a_click_beside_a_mark_asks_about_the_mark(marked, pixels):
     """Two measured steps are so near together that one cannot aim between them."""
     marked.set_viewport_size({"width": 390, "height": 900})
-    marked.wait_for_function(f"{STACK}._fullLayout.width > 320")
+    marked.wait_for_function(f"{STACK}._fullLayout.width > 320 && {STACK}._fullLayout.width < 391")
     click_beside(marked, pixels)
     marked.wait_for_function(ASKED_ABOUT_IT)
 
