@@ -311,15 +311,15 @@ def _sevens(errors: Errors, beta2: float) -> str:
     (own, worst), (other, others_worst) = (
         (max(found.values()), max(found, key=lambda s: found[s])) for found in means
     )
-    nearer = [stream for stream in JUDGED if means[1][stream] < means[0][stream]]
+    nearer = [f"*{stream}*" for stream in JUDGED if means[1][stream] < means[0][stream]]
+    why = f", because its v has steps a quarter as wide: {listed(nearer)}" if nearer else ""
     ((_, _, bound, wanted), *_) = (goal for goal in GOALS if goal[0] == "coupled-7")
     within = sum(error <= bound for error in means[0].values())
     return (
         f"**7 bytes.** `coupled-7` is within {100 * bound:g} % on {within} of {len(JUDGED)} streams; {wanted} were "
-        f"wanted. `{FOUR_BITS}` ends nearer to fp64 on {len(nearer)} of them, because its v has steps a quarter as "
-        f"wide: {listed(f'*{stream}*' for stream in nearer)}. But it ends {100 * other:.2g} % off in "
-        f"*{others_worst}*, and `coupled-7` at most {100 * own:.2g} % (*{worst}*). The strategy is the one with "
-        "the smaller largest error."
+        f"wanted. `{FOUR_BITS}` ends nearer to fp64 on {len(nearer)} of them{why}. But it ends "
+        f"{100 * other:.2g} % off in *{others_worst}*, and `coupled-7` at most {100 * own:.2g} % (*{worst}*). "
+        "The strategy is the one with the smaller largest error."
     )
 
 
