@@ -131,9 +131,10 @@
     clearTimeout(picking);
     picking = null;
     if (second) return;
+    // Where it lies now: while a second click is waited for, new points may move the axis.
+    const mark = plot ? markBeside(plot, event.clientX) : undefined;
     picking = setTimeout(() => {
       picking = null;
-      const mark = plot ? markBeside(plot, event.clientX) : undefined;
       ask(mark === undefined ? points[0].x : (plot.mark = mark));
     }, DOUBLE_CLICK);
   }
